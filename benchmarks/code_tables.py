@@ -15,12 +15,13 @@ from benchmarks.tables import table
 from billfish.checkpoints.mixes import MIXES
 from billfish.cli.formats import COLUMNS, format_rows
 from billfish.core.format import FORMATS
+from billfish.llm import grammar, grammar_process
 from billfish.quantizing.calibrate_checkpoint import TOKENS
 from billfish.serving.api.chat import ChatBody
 from billfish.serving.api.completions import CompletionBody
 from billfish.serving.api.embeddings import MOST_TEXTS, EmbeddingBody
 from billfish.serving.api.request_bodies import Body, _accepted, _branches
-from billfish.serving.engine import grammar, grammar_compiler, grammar_process
+from billfish.serving.engine import grammar_compiler
 from billfish.serving.engine.requests import EngineCounts
 from billfish.serving.http import app, metrics
 
@@ -173,6 +174,7 @@ MEANING = {
     "echo": "the prompt before its answer; not with `logprobs`",
     "parallel_tool_calls": "only true",
     "store": "only false",
+    "chat_template_kwargs": "further variables for the chat template",
     "modalities": 'only ["text"]',
 }
 

@@ -50,11 +50,12 @@ from billfish.ops.weight_packing import (
 
 if TYPE_CHECKING:
     from billfish import llm
-    from billfish.checkpoints import Checkpoint, load
+    from billfish.checkpoints import Checkpoint, open_checkpoint
+    from billfish.checkpoints import load as load
     from billfish.checkpoints.conversion import convert, save
     from billfish.checkpoints.reports import ConversionReport, VerificationReport
     from billfish.checkpoints.verification import verify
-    from billfish.nn import MarlinLinear, ModelReport, WarmUp, load_into, quantize_model, warm_up
+    from billfish.nn import MarlinLinear, ModelReport, QuantizedLinear, WarmUp, load_into, quantize_model, warm_up
     from billfish.nn.torch.calibration import calibrate
     from billfish.quantizing.calibrate_checkpoint import calibrate_checkpoint
     from billfish.quantizing.quantize_checkpoint import quantize_checkpoint
@@ -78,6 +79,7 @@ __all__ = [
     "PackedExperts",
     "PackedWeights",
     "QuantizedExperts",
+    "QuantizedLinear",
     "QuantizedTensor",
     "ShapeError",
     "Statistics",
@@ -98,8 +100,8 @@ __all__ = [
     "gemm_w4a8",
     "get_format",
     "llm",
-    "load",
     "load_into",
+    "open_checkpoint",
     "pack_fp4_weights",
     "pack_s4_weights",
     "pack_u4_weights",
@@ -131,14 +133,16 @@ _ELSEWHERE = {
     "ConversionReport": "billfish.checkpoints.reports",
     "MarlinLinear": "billfish.nn",
     "ModelReport": "billfish.nn",
+    "QuantizedLinear": "billfish.nn",
     "Statistics": "billfish.statistics",
     "VerificationReport": "billfish.checkpoints.reports",
     "WarmUp": "billfish.nn",
     "calibrate": "billfish.nn.torch.calibration",
     "calibrate_checkpoint": "billfish.quantizing.calibrate_checkpoint",
     "convert": "billfish.checkpoints.conversion",
-    "load": "billfish.checkpoints",
+    "load": "billfish.checkpoints",  # the older name of open_checkpoint
     "load_into": "billfish.nn",
+    "open_checkpoint": "billfish.checkpoints",
     "quantize_checkpoint": "billfish.quantizing.quantize_checkpoint",
     "quantize_model": "billfish.nn",
     "save": "billfish.checkpoints.conversion",

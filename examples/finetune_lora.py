@@ -21,7 +21,7 @@ TEXT = Path(__file__).parent.parent / "docs" / "words.md"
 
 def passages(path: Path, text: str, length: int, count: int) -> torch.Tensor:
     """The first passages of a text in tokens: int64 [count, length]."""
-    tokens = read_metadata(bf.load(path).metadata).encode(text)
+    tokens = read_metadata(bf.open_checkpoint(path).metadata).encode(text)
     count = min(count, len(tokens) // length)
     return torch.tensor(tokens[: count * length]).reshape(count, length)
 

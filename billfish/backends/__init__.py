@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import NamedTuple
 
 from billfish.backends.base import Backend, Problem
-from billfish.core.errors import BackendUnavailable, DTypeError, complaint
+from billfish.core.errors import BackendUnavailable, DTypeError, bad_argument, failure, type_of
 
 __all__ = ["BACKENDS", "Backend", "BackendEntry", "Problem", "choose"]
 
@@ -49,7 +49,7 @@ class Backends(MutableMapping[str, Backend]):
     def __setitem__(self, name: str, backend: Backend) -> None:
         """Replace a backend, or add one that runs when `backend=` names it. `register` adds one with a priority."""
         if not isinstance(backend, Backend):
-            raise DTypeError(complaint("BACKENDS", repr(name), f"a {type(backend).__name__}", "a Backend object"))
+            raise DTypeError(bad_argument("BACKENDS", repr(name), type_of(backend), "a Backend object"))
         if name not in self.entries:
             self.register(BackendEntry(name, "", -1, _anything))
         self._made[name] = backend
@@ -88,17 +88,17 @@ def choose(call: str, problem: Problem, name: str | None = None) -> Backend:
             if able:
                 return backend
             reasons.append(f"{entry.name}: {reason}")
-    raise BackendUnavailable(f"[{call}] no backend can run this: {'; '.join(reasons)}")
+    raise BackendUnavailable(failure(call, f"no backend can run this. {'. '.join(reasons)}"))
 
 
 def _named(call: str, problem: Problem, name: str) -> Backend:
     if not isinstance(name, str) or name not in BACKENDS:
-        raise BackendUnavailable(complaint(call, "backend", repr(name), f"one of {', '.join(BACKENDS)}"))
+        raise BackendUnavailable(bad_argument(call, "backend", repr(name), f"one of {', '.join(BACKENDS)}"))
     backend = BACKENDS[name]
     able, reason = backend.can_run(problem)
     if not able:
         usable, about = backend.usable()  # without the hardware, no other input helps
-        why = reason if usable else f"this machine cannot run it: {about}"
-        takes = "a backend that can, or none (backend=None), for the best one here"
-        raise BackendUnavailable(complaint(call, "backend", f"{name!r}: {why}", takes))
+        why = f"cannot run this: {reason}" if usable else f"cannot run on this machine: {about}"
+        fix = "Choose another, or leave backend= out to use the best one."
+        raise BackendUnavailable(failure(call, f"backend {name!r} {why}", fix))
     return backend

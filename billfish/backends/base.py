@@ -123,7 +123,7 @@ class Backend(ABC):
 
     def pack_planes(self, format: Format, planes: Planes, group_size: int, place: str) -> Any:
         """As `pack`, of planes that are in that place already (core.device_array). Optional, with `to_tensors`."""
-        raise BackendUnavailable(f"[{self.name}] weights are not packed from planes on {place}")
+        raise BackendUnavailable(f"{self.name}: weights cannot be packed from planes on {place}.")
 
     # ---- experts: the default gathers the rows of each chosen expert ------------------------------------------------
 
@@ -190,7 +190,7 @@ class Backend(ABC):
     def from_tensors(self, tensors: Sequence[Any], about: str) -> Any:
         """The inverse of `to_tensors`, at every call of a compiled graph: cheap, and on the same memory."""
         raise BackendUnavailable(
-            f"[{self.name}] packed weights do not take the place of storage: it has no `to_tensors`"
+            f"{self.name}: packed weights cannot replace the storage: the backend has no `to_tensors`."
         )
 
     def direct(self, weights: Any) -> Direct | None:
@@ -203,7 +203,7 @@ class Backend(ABC):
     def unpack(self, weights: Any, format: Format, shape: tuple[int, ...], group_size: int) -> Storage:
         """The storage that `weights` were packed from, bit for bit and in its types: NumPy arrays by name."""
         raise BackendUnavailable(
-            f"[{self.name}] packed weights do not take the place of storage: it has no `to_tensors`"
+            f"{self.name}: packed weights cannot replace the storage: the backend has no `to_tensors`."
         )
 
 

@@ -32,7 +32,7 @@ class ReferenceBackend(NumpyBackend):
 
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         if problem.device != "cpu":
-            return False, f"it computes in CPU memory, and the array is on {problem.device}"
+            return False, f"runs on arrays in CPU memory; x is on {problem.device}"
         return True, ""
 
     def usable(self) -> tuple[bool, str]:

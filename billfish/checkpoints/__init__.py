@@ -1,6 +1,6 @@
 """Checkpoints: the files that people have, opened lazily and without a bit of their weights changed.
 
-    ck = bf.load("model.gguf")            # or a .safetensors file, or a folder of shards with its config.json
+    ck = bf.open_checkpoint("model.gguf")   # or a .safetensors file, or a folder of shards with its config.json
     ck["model.layers.0.mlp.up_proj.weight"]      # QuantizedTensor [N, K], or a NumPy array where nothing is quantized
 
 A :class:`Checkpoint` is a mapping from names to tensors. Opening one reads headers only; a tensor is read, mostly as
@@ -28,7 +28,8 @@ part [c, d) of the sorted columns has none and takes x[..., p[c:d]].
 float16; otherwise they are kept as float32 (`u4`, `u4b8`, `u8`, `u8b128`), or as they are (`affine4`, `affine8`).
 """
 
-from billfish.checkpoints.checkpoint import Checkpoint, load
+from billfish.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from billfish.checkpoints.checkpoint import load as load  # the older name
 from billfish.checkpoints.entry import Description
 
-__all__ = ["Checkpoint", "Description", "load"]
+__all__ = ["Checkpoint", "Description", "open_checkpoint"]

@@ -1,4 +1,4 @@
-"""Checkpoint: the mapping that `bf.load` returns."""
+"""Checkpoint: the mapping that `bf.open_checkpoint` returns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from billfish.checkpoints.detect import open_path
 from billfish.checkpoints.entry import Description, Entry, Span, Tensor
-from billfish.core.errors import CheckpointError, complaint, readable
+from billfish.core.errors import CheckpointError, failure, readable
 from billfish.core.files import path_of
 
 
@@ -32,9 +32,15 @@ class UnknownTensor(KeyError):
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """Tensors by name, read when asked for. See :mod:`billfish.checkpoints`.
+    """A checkpoint on disk: a mapping from names to tensors, read when asked for. See :mod:`billfish.checkpoints`.
 
-    path: a file or a folder, as :func:`billfish.load` takes it.
+    path: a file or a folder, as :func:`billfish.open_checkpoint` takes it.
+
+        >>> checkpoint = bf.open_checkpoint("model.gguf")
+        >>> checkpoint.layouts, checkpoint.describe("output_norm.weight").shape
+        ({'gguf'}, (64,))
+        >>> checkpoint.read("blk.0.attn_q.weight", rows=(0, 32)).shape
+        (32, 64)
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -97,8 +103,8 @@ class Checkpoint(Mapping[str, Tensor]):
         except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise
-            got = f"arrays that do not fit together ({error})"
-            raise CheckpointError(complaint("read", name, got, "a whole file")) from None
+            problem = f"the arrays of {name} do not fit together ({error})"
+            raise CheckpointError(failure("read", problem, "The file is damaged.")) from None
 
     def permutation(self, name: str) -> NDArray[np.int64] | None:
         """p [K] where columns were sorted by group, so that stored column j is W[:, p[j]]; None where they were not."""
@@ -132,13 +138,24 @@ Source = Checkpoint | str | os.PathLike[str]  # what is read from
 
 def opened(source: Source) -> Checkpoint:
     """The checkpoint at a path; a checkpoint as it is."""
-    return source if isinstance(source, Checkpoint) else load(source)
+    return source if isinstance(source, Checkpoint) else open_checkpoint(source)
 
 
-def load(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint at `path`: a GGUF file, a safetensors file, or a folder of shards with its config.json.
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint. Reads headers only; a tensor is read when it is asked for.
 
-    Recognised by content: GGUF; GPTQ, AWQ, compressed-tensors, ModelOpt NVFP4, gpt-oss MXFP4, MLX, billfish's own
-    layout and plain arrays in safetensors. Nothing but headers is read. See :mod:`billfish.checkpoints`.
+    path: a GGUF file, a safetensors file, or a folder of shards with its config.json. The layout is recognised by
+    content: GGUF; GPTQ, AWQ, compressed-tensors, ModelOpt NVFP4, gpt-oss MXFP4, MLX, billfish's own layout and
+    unquantized arrays in safetensors. See :mod:`billfish.checkpoints`.
+
+    Returns a :class:`Checkpoint`, a mapping from names to tensors. Raises CheckpointError for a file that is damaged or
+    of an unknown layout, and for a path where there is none.
+
+        >>> checkpoint = bf.open_checkpoint("model.gguf")
+        >>> checkpoint["blk.0.attn_q.weight"]
+        QuantizedTensor(q8_0, [128, 64], group_size=32, 8704 bytes)
     """
     return Checkpoint(path)
+
+
+load = open_checkpoint  # the older name

@@ -15,7 +15,7 @@ from billfish.checkpoints.write.export import TARGETS, export
 from billfish.checkpoints.write.plan import Settings
 from billfish.checkpoints.write.target import Target
 from billfish.core.arrays import float_dtype
-from billfish.core.errors import FormatError, complaint
+from billfish.core.errors import FormatError, bad_argument, failure
 from billfish.core.progress import OnProgress
 from billfish.core.typing import Layout
 
@@ -33,25 +33,30 @@ def convert(
 ) -> ConversionReport:
     """Write a checkpoint in another layout, without loss: what `billfish convert` does.
 
-    src: a path that bf.load takes, or a checkpoint that it returned.
+    src: a path that :func:`billfish.open_checkpoint` takes, or a checkpoint that it returned.
     dst: a folder to create; a file that ends in .gguf for GGUF, or in .safetensors for one file in our own layout.
-    to: "billfish", "compressed-tensors", "mlx", "gptq", "gptq_v2", "awq", "gguf", or "plain": numbers alone.
-    dtype: "bfloat16", "float16" or "float32" for matrices that are written as numbers: all of them in "plain" and
-    "gguf", embeddings and the last layer in "gptq" and "awq". None: what has to become numbers becomes float32, which
-    loses nothing.
+    to: "billfish", "compressed-tensors", "mlx", "gptq", "gptq_v2", "awq", "gguf", or "plain": unquantized.
+    dtype: "bfloat16", "float16" or "float32" for matrices that are written unquantized: all of them in "plain" and
+    "gguf", embeddings and the LM head in "gptq" and "awq". None is float32, which loses nothing, where a matrix must
+    be decoded.
     requantize: whether weights that the layout cannot hold as they are may be quantized again. Without it they are an
     error, which names them, and nothing is written.
-    raw_names: whether GGUF may get the tensors of a model that llama.cpp's names are not known for, under their own
-    names. No program runs such a file; bf.load reads it.
+    raw_names: whether GGUF may get the tensors of a model that llama.cpp has no names for, under their own names. No
+    program runs such a file; billfish opens it.
     overwrite: whether a file or a model's folder at `dst` is replaced, when the new one is whole.
     progress: True draws a bar on terminals, False nothing; or a callable (bytes done, bytes in all, name).
 
-    Killed at any moment, the same call continues where it was. str(report) is what the command prints.
+    Returns a ConversionReport. Raises CheckpointError for what cannot be read or written. If the process is killed,
+    the same call continues where it was.
+
+        >>> report = bf.convert("model.gguf", "folder", "billfish", progress=False)
+        >>> bool(bf.verify("model.gguf", "folder", progress=False))
+        True
     """
     call, target = "convert", target_named("convert", to)
     if dtype is not None and not target.takes_dtype:
-        takes = f"it for {', '.join(name for name, known in TARGETS.items() if known.takes_dtype)}"
-        raise FormatError(complaint(call, "dtype", f"{dtype} for {target.name}", takes))
+        others = ", ".join(name for name, known in TARGETS.items() if known.takes_dtype)
+        raise FormatError(failure(call, f"the layout {target.name} has no dtype=", f"It is for {others}."))
     numbers = None if dtype is None else float_dtype(call, dtype)
     settings = Settings(target, None, requantize, raw_names, numbers, overwrite)
     return export(call, opened(src), Path(dst), settings, progress)
@@ -67,18 +72,24 @@ def save(
     overwrite: bool = False,
     progress: bool | OnProgress = True,
 ) -> ConversionReport:
-    """Write a model or tensors from memory to a folder or file that bf.load reads, not a bit of them changed.
+    """Write a model or tensors from memory to a folder or file, without changing a bit of them.
 
     model_or_tensors: a torch.nn.Module or an mlx.nn.Module; a mapping from names to QuantizedTensors, QuantizedExperts
-    and arrays (NumPy, torch, MLX); or one QuantizedTensor or QuantizedExperts, which gets the name "weight". The matrix
-    of a MarlinLinear is `LAYER.weight`; everything else of the model's state dict has its own name, and what is tied is
-    written once, under its first name. The configuration of a model of transformers becomes config.json.
+    and arrays (NumPy, torch, MLX); or one QuantizedTensor or QuantizedExperts, which gets the name "weight". The
+    matrix of a QuantizedLinear is `LAYER.weight`; everything else of the model's state dict has its own name, and what
+    is tied is written once, under its first name. The configuration of a model of transformers becomes config.json.
     path: a folder to create, or a file: .safetensors for our own layout, .gguf for GGUF. GGUF takes models that have
     llama.cpp's names or a configuration that tells them, and others with `raw_names`.
-    to, requantize, raw_names, overwrite, progress: as in bf.convert. The default is our own layout, or GGUF for a .gguf
-    file.
+    to, requantize, raw_names, overwrite, progress: as in :func:`billfish.convert`. The default is our own layout, or
+    GGUF for a .gguf file.
 
-    All is written under another name beside `path` and renamed at the end, so that nothing half-written is ever there.
+    Returns a ConversionReport. Raises CheckpointError for what cannot be written. The file appears under its name when
+    it is whole.
+
+        >>> q = bf.quantize(np.eye(32, dtype=np.float32), "q8_0")
+        >>> report = bf.save({"layer.weight": q}, "weights.safetensors", progress=False)
+        >>> bf.open_checkpoint("weights.safetensors")["layer.weight"].shape
+        (32, 32)
     """
     call, out = "save", Path(path)
     settings = Settings(target_named(call, to or layout_of(path)), None, requantize, raw_names, overwrite=overwrite)
@@ -93,5 +104,5 @@ def layout_of(path: str | os.PathLike[str]) -> Layout:
 def target_named(call: str, name: str) -> Target:
     """What writes the layout that `to` names."""
     if name not in TARGETS:
-        raise FormatError(complaint(call, "to", repr(name), f"one of {', '.join(TARGETS)}"))
+        raise FormatError(bad_argument(call, "to", repr(name), f"one of {', '.join(TARGETS)}"))
     return TARGETS[name]()

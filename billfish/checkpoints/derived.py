@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from billfish.checkpoints.entry import Description, Entry, Span, Tensor, check_experts, check_span, cut_array
 from billfish.checkpoints.safetensors_files import CALL
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument, failure
 from billfish.core.format import Format
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array
@@ -42,7 +42,7 @@ class Renamed(Entry):
             nbytes = about.nbytes * len(rows) // max(1, about.shape[0])
             about = replace(about, shape=(len(rows), *about.shape[1:]), nbytes=nbytes)
         if columns is not None and (len(about.shape) != 2 or about.shape[1] != len(columns)):
-            raise CheckpointError(complaint(CALL, about.name, f"shape {about.shape}", f"[N, {len(columns)}]"))
+            raise CheckpointError(failure(CALL, f"{about.name} has the shape {about.shape}, not [N, {len(columns)}]"))
         self._whole = columns is None or about.format is None or self._moves_blocks(about, columns)
         if not self._whole:
             about = replace(about, act_order=True)
@@ -145,8 +145,10 @@ class Below(Entry):
         for about in (matrix.description for matrix in matrices):
             alike = (about.format, about.dtype, about.shape[1:], about.group_size)
             if alike != (first.format, first.dtype, first.shape[1:], first.group_size) or about.act_order:
-                raise CheckpointError(complaint(CALL, about.name, _kind(about), f"{_kind(first)}, as {first.name}"))
-        nbytes, rows = (sum(counts) for counts in zip(*((m.description.nbytes, m.description.shape[0]) for m in matrices)))
+                problem = f"{about.name} is {_kind(about)}, and {first.name}, with which it becomes one, {_kind(first)}"
+                raise CheckpointError(failure(CALL, problem))
+        nbytes = sum(matrix.description.nbytes for matrix in matrices)
+        rows = sum(matrix.description.shape[0] for matrix in matrices)
         about = replace(first, name=name, shape=(rows, *first.shape[1:]), nbytes=nbytes)
         super().__init__(about, frozenset[str]().union(*(matrix.parts for matrix in matrices)))
         self.matrices = matrices
@@ -160,7 +162,7 @@ class Below(Entry):
         tensors = [part for part in whole if isinstance(part, QuantizedTensor)]
         reason = why_not_joined(tensors)
         if reason:
-            raise CheckpointError(complaint(CALL, self.description.name, "matrices that become one", f"others: {reason}"))
+            raise CheckpointError(failure(CALL, f"{self.description.name} cannot be made of its parts: {reason}"))
         joined = join_rows(tensors)
         return joined if rows is None else joined.take_rows(np.arange(start, stop))
 
@@ -184,7 +186,7 @@ class Stacked(Entry):
         first = abouts[0]
         for about in abouts[1:]:
             if _kind(about) != _kind(first):
-                raise CheckpointError(complaint(CALL, about.name, _kind(about), f"{_kind(first)}, as {first.name}"))
+                raise CheckpointError(bad_argument(CALL, about.name, _kind(about), f"{_kind(first)}, as {first.name}"))
         stack = replace(
             first,
             name=name,
@@ -210,10 +212,10 @@ class Stacked(Entry):
 
 
 def _kind(about: Description) -> str:
-    """What the matrices of a stack have in common."""
+    """Describe what all matrices of a stack must share."""
     if about.format is None:
         return f"{about.dtype} {about.shape}"
-    return f"{about.format.name} {about.shape} in groups of {about.group_size}"
+    return f"{about.format.name} {about.shape}, group_size {about.group_size}"
 
 
 def stack_of(experts: int, matrices: Iterable[tuple[str, Tensor]]) -> QuantizedExperts | Array:
@@ -242,13 +244,13 @@ def _same_kind(
 ) -> tuple[Format, tuple[int, int], int]:
     """What a matrix is; raises unless it is what the experts before it are. Of GPTQ's files, zero points tell that."""
     if matrix.permutation is not None:
-        takes = "columns in order: experts share the columns of x"
-        raise CheckpointError(complaint(CALL, name, "columns in another order (act-order)", takes))
+        problem = f"{name} has permuted columns (act-order), which a stack of experts cannot store"
+        raise CheckpointError(failure(CALL, problem, "Quantize the experts without act-order."))
     own = (matrix.format, matrix.shape, matrix.group_size)
     if kind is not None and own != kind:
-        got = f"{matrix.format.name} {matrix.shape} in groups of {matrix.group_size}"
-        takes = f"{kind[0].name} {kind[1]} in groups of {kind[2]}, as the experts before it"
-        raise CheckpointError(complaint(CALL, name, got, takes))
+        found = f"{matrix.format.name} {matrix.shape}, group_size {matrix.group_size}"
+        expected = f"{kind[0].name} {kind[1]}, group_size {kind[2]}, as the experts before it"
+        raise CheckpointError(bad_argument(CALL, name, found, expected))
     return own
 
 
@@ -288,7 +290,7 @@ class Joined(Entry):
     def __init__(self, name: str, first: Entry, second: Entry, in_turn: bool) -> None:
         about, other = first.description, second.description
         if _kind(about) != _kind(other):
-            raise CheckpointError(complaint(CALL, other.name, _kind(other), f"{_kind(about)}, as {about.name}"))
+            raise CheckpointError(bad_argument(CALL, other.name, _kind(other), f"{_kind(about)}, as {about.name}"))
         experts, n, *columns = about.shape
         joined = replace(about, name=name, shape=(experts, 2 * n, *columns), nbytes=about.nbytes + other.nbytes)
         super().__init__(joined, first.parts | second.parts)
@@ -306,8 +308,8 @@ class Joined(Entry):
         for part, array in first.storage.items():
             axis = specs[part].n_axis
             if axis is None and array.tobytes() != second.storage[part].tobytes():
-                got, takes = f"another {part} than {self.halves[0].description.name}", "the same, as they become one"
-                raise CheckpointError(complaint(CALL, self.halves[1].description.name, got, takes))
+                one, other = (half.description.name for half in self.halves)
+                raise CheckpointError(failure(CALL, f"{one} and {other} cannot be joined: their {part} differs"))
             joined[part] = array if axis is None else self._join(array, second.storage[part], 1 + axis)
         whole = QuantizedExperts.owning(first.format, (count, 2 * n, k), first.group_size, joined)
         return whole if rows is None else whole.take_rows(np.arange(*check_span("rows", rows, 2 * n)))

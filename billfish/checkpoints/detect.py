@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +30,7 @@ from billfish.checkpoints.safetensors_files import (
     read_config,
     shards,
 )
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, failure
 from billfish.core.files import open_regular, parse_json
 from billfish.core.format_tag import ABOUT
 from billfish.models.fields import section
@@ -37,8 +38,8 @@ from billfish.models.fields import section
 # What torch.save writes, now and before 1.6. To read a pickle is to run it.
 PICKLES = {b"PK\x03\x04": "a zip archive, such as PyTorch's pickles", b"\x80\x02": "a pickle"}
 INSTEAD_OF_PICKLES = (
-    "safetensors: bf.save(model, PATH) or safetensors.torch.save_file(model.state_dict(), PATH) instead of torch.save;"
-    " of a pickle that you trust, bf.save(torch.load(PICKLE, weights_only=True), PATH)"
+    "Pickles are not read, because reading one runs it. If you trust it, convert it to safetensors:"
+    " bf.save(torch.load(PICKLE, weights_only=True), PATH)."
 )
 
 Found = tuple[list[MappedFile], dict[str, Entry], Mapping[str, Any], dict[str, Any]]
@@ -52,14 +53,24 @@ def open_path(path: Path) -> Found:
         with open_regular(path) as file:
             head = file.read(9)
     except OSError as error:
-        raise damaged(path, f"what cannot be opened ({error.strerror})", "a file or a folder") from None
+        if isinstance(error, FileNotFoundError):
+            name = re.sub("^(https?):/(?!/)", r"\1://", str(path))  # Path takes a slash away
+            raise CheckpointError(failure(CALL, f"no such file or folder: {name}", no_download(path))) from None
+        raise CheckpointError(failure(CALL, f"cannot open {path}: {error.strerror}")) from None
     if head[:4] == b"GGUF":
         return *open_gguf(path), {}
     if head[8:9] == b"{":
         return _open_safetensors({path: None}, path.parent)
     if head.startswith(tuple(PICKLES)):
-        raise damaged(path, contents(head), INSTEAD_OF_PICKLES)
-    raise damaged(path, contents(head), "a GGUF file, a safetensors file, or a folder with one of them")
+        raise damaged(path, f"is {contents(head)}", INSTEAD_OF_PICKLES)
+    raise damaged(path, f"is {contents(head)}", "Expected a GGUF or safetensors file, or a folder with one.")
+
+
+def no_download(path: Path) -> str:
+    """How to get a model, which may have been named as on the Hugging Face Hub."""
+    known = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None
+    what = f"{path} --local-dir {path.name}" if known else "ORG/NAME --local-dir DIR"
+    return f"billfish does not download models. Run: hf download {what}"
 
 
 def contents(head: bytes) -> str:
@@ -68,7 +79,7 @@ def contents(head: bytes) -> str:
     named = next((kind for magic, kind in kinds.items() if head.startswith(magic)), None)
     if named is None and head[8:9] == b"{":
         return "a safetensors file"
-    return named or f"a file that begins with {head!r}"
+    return named or ("an empty file" if not head else f"a file of unknown type, which begins with {head!r}")
 
 
 def _open_folder(folder: Path) -> Found:
@@ -80,9 +91,10 @@ def _open_folder(folder: Path) -> Found:
         return *open_gguf(models[0]), read_config(folder)
     pickles = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth") for path in folder.glob(kind))
     if not models and pickles:
-        raise damaged(folder, f"no weights but in pickles, such as {pickles[0]}", INSTEAD_OF_PICKLES)
-    got = f"{len(models)} GGUF files" if models else f"no *.safetensors and no *.gguf in {folder.name}"
-    raise damaged(folder, got, "a folder with one checkpoint")
+        raise damaged(folder, f"holds its weights in pickles, such as {pickles[0]}", INSTEAD_OF_PICKLES)
+    if models:
+        raise damaged(folder, f"holds {len(models)} GGUF files", f"Name one of them, such as {models[0].name}.")
+    raise damaged(folder, "holds no *.safetensors and no *.gguf file")
 
 
 def _open_safetensors(files: Mapping[Path, set[str] | None], folder: Path) -> Found:
@@ -112,7 +124,7 @@ class Settings:
         except (ValueError, RecursionError):
             settings = None
         if not isinstance(settings, dict):
-            raise CheckpointError(complaint(CALL, "metadata", "no JSON object under 'billfish'", "one"))
+            raise CheckpointError(failure(CALL, "the metadata field 'billfish' is not a JSON object"))
         return settings
 
 
@@ -126,7 +138,7 @@ def recognise(stored: Mapping[str, Stored], config: dict[str, Any], metadata: Ma
         if entry is not None:
             known = entry.description.name
             if known in entries or (known in stored and known not in entry.parts):
-                raise CheckpointError(complaint(CALL, known, "two tensors", "one of that name"))
+                raise CheckpointError(failure(CALL, f"two tensors are named {known}"))
             entries[known] = entry
     taken = frozenset[str]().union(*(entry.parts for entry in entries.values()))
     for name, array in stored.items():
@@ -146,7 +158,8 @@ def _recognise(name: str, stored: Mapping[str, Stored], settings: Settings) -> E
         found = parts(gptq.PARTS)
         shapes = {part: stored.shape for part, stored in found.items()}
         if "qzeros" not in found or any(len(shapes.get(part, ())) != 2 for part in ("qweight", "scales")):
-            raise CheckpointError(complaint(CALL, name, f"arrays {shapes}", "a matrix, scales [G, N] and qzeros"))
+            problem = f"{name} has the arrays {shapes}"
+            raise CheckpointError(failure(CALL, problem, "A GPTQ or AWQ matrix has qweight, scales [G, N] and qzeros."))
         awq_words = found["qweight"].shape[1:] != found["scales"].shape[1:]
         return (awq if awq_words else gptq).recognise(module, found, settings.about)
     if suffix == "weight_packed":

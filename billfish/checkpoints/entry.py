@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.checkpoints.safetensors_files import CALL, Stored
-from billfish.core.errors import BillfishError, CheckpointError, complaint, readable
+from billfish.core.errors import BillfishError, CheckpointError, bad_argument, failure
 from billfish.core.format import Format, get_format
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array, ArraySpec, Storage
@@ -24,11 +24,15 @@ Tensor = QuantizedTensor | QuantizedExperts | Array  # a matrix, a stack of matr
 
 @dataclass(frozen=True)
 class Description:
-    """What is known about a tensor before it is read.
+    """What the headers say about a tensor: `Checkpoint.describe` returns one.
 
     name: of the tensor in the checkpoint.
     layout: "gguf", "gptq", "awq", "compressed-tensors", "modelopt", "fp8", "gpt-oss", "bitsandbytes", "mlx",
-        "billfish", "plain" or "memory".
+    "billfish", "plain" or "memory".
+
+        >>> about = bf.open_checkpoint("model.gguf").describe("blk.0.attn_q.weight")
+        >>> about.format.name, about.shape, about.bits_per_weight
+        ('q8_0', (128, 64), 8.5)
     """
 
     name: str
@@ -98,6 +102,9 @@ class Plain(Entry):
         return cut_array(self.stored.array(), rows, columns, experts)
 
 
+SUPPORTED = "docs/checkpoints.md lists what can be read."
+
+
 class Unsupported(Entry):
     """A tensor that is there and whole, but of a kind that we do not read."""
 
@@ -109,7 +116,7 @@ class Unsupported(Entry):
 
     def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
         about = self.description
-        raise CheckpointError(complaint(CALL, about.name, about.unsupported, "a layout that docs/checkpoints.md lists"))
+        raise CheckpointError(failure(CALL, f"{about.name} is not supported: {about.unsupported}", SUPPORTED))
 
 
 class Matrix(Entry):
@@ -138,8 +145,9 @@ class Matrix(Entry):
         about = Description(name, self.layout, self.format, kind, shape, group_size, nbytes, act_order, step)
         super().__init__(about, [part.name for part in stored])
         if self.k == 0 or self.k % self.format.block_size or self.n == 0 or len(shape) > 3:
-            takes = f"[N, K] or [E, N, K], K a positive multiple of {self.format.block_size} for {self.format.name}"
-            raise CheckpointError(complaint(CALL, name, f"shape {shape}", takes))
+            block = f"{self.format.block_size}, the block size of {self.format.name}"
+            expected = f"[N, K] or [E, N, K], with K a multiple of {block}"
+            raise CheckpointError(bad_argument(CALL, f"shape of {name}", shape, expected))
 
     @abstractmethod
     def storage(self, rows: slice, columns: slice) -> tuple[Format, Storage, int]:
@@ -162,8 +170,8 @@ class Matrix(Entry):
         c, d = check_span("columns", columns, self.k)
         first, last = check_experts(about, experts)
         if c % about.column_step or (d % about.column_step and d != self.k):
-            takes = f"multiples of {about.column_step}, or the end, for {about.name}"
-            raise CheckpointError(complaint("read", "columns", f"({c}, {d})", takes))
+            expected = f"multiples of {about.column_step}, or the end, for {about.name}"
+            raise CheckpointError(bad_argument("read", "columns", f"({c}, {d})", expected))
         try:
             if stacked:
                 format, storage, group_size = self.stack(slice(first, last), slice(c, d))
@@ -179,7 +187,7 @@ class Matrix(Entry):
         except CheckpointError:
             raise
         except BillfishError as error:
-            raise CheckpointError(f"[{CALL}] {readable(about.name)}: {error}") from None
+            raise CheckpointError(failure(CALL, f"{about.name}: {str(error).removeprefix(f'{CALL}: ')}")) from None
 
 
 def apart(spec: ArraySpec, array: Array, experts: int) -> Array:
@@ -212,7 +220,7 @@ def check_experts(about: Description, experts: Span | None) -> Span:
     if len(about.shape) > 2:
         return check_span("experts", experts, about.shape[0])
     if experts is not None:
-        raise CheckpointError(complaint("read", "experts", experts, f"none: {about.name} is no stack of matrices"))
+        raise CheckpointError(failure("read", f"{about.name} is not a stack of experts", "Leave experts= out."))
     return 0, 1
 
 
@@ -222,14 +230,14 @@ def check_span(argument: str, span: Span | None, size: int) -> Span:
         return 0, size
     start, stop = span
     if not 0 <= start < stop <= size:
-        raise CheckpointError(complaint("read", argument, f"({start}, {stop})", f"0 <= from < up to <= {size}"))
+        raise CheckpointError(bad_argument("read", argument, f"({start}, {stop})", f"0 <= start < stop <= {size}"))
     return int(start), int(stop)
 
 
 def check_part(stored: Stored, kinds: tuple[str, ...], shape: tuple[int, ...]) -> Stored:
-    """Raises unless an array has one of these types, and this shape."""
+    """Raise CheckpointError unless an array has one of these types, and this shape."""
     if stored.kind not in kinds:
-        raise CheckpointError(complaint(CALL, stored.name, f"type {stored.kind}", " or ".join(kinds)))
+        raise CheckpointError(bad_argument(CALL, f"dtype of {stored.name}", stored.kind, " or ".join(kinds)))
     if stored.shape != shape:
-        raise CheckpointError(complaint(CALL, stored.name, f"shape {stored.shape}", f"{shape}"))
+        raise CheckpointError(bad_argument(CALL, f"shape of {stored.name}", stored.shape, f"{shape}"))
     return stored

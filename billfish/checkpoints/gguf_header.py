@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu  # decodes a vocabulary in one native call, 2.6 times as fast as Python
 from billfish.checkpoints.safetensors_files import CALL, MAX_ELEMENTS, MappedFile, check_count, damaged
-from billfish.core.errors import CheckpointError, complaint, readable
+from billfish.core.errors import CheckpointError, failure, readable
 from billfish.core.files import is_affordable
 
 VERSIONS = (2, 3)
@@ -100,8 +100,8 @@ class Items(NamedTuple):
         """A list of numbers or of strings. Raises CheckpointError for one that would take far more memory."""
         if self.kind != STRING:
             if len(self.data) > self.length and not is_affordable(NUMBER_COST * self.length, len(self.data)):
-                got, takes = f"{self.length} numbers in {len(self.data)} bytes", "a shorter one, or wider numbers"
-                raise CheckpointError(complaint(CALL, "a list of the metadata", got, takes))
+                problem = f"a metadata list of {self.length} numbers would take too much memory"
+                raise CheckpointError(failure(CALL, problem))
             return np.frombuffer(self.data, f"<{SCALARS[self.kind]}", self.length).tolist()
         return _cpu.strings(np.frombuffer(self.data, np.uint8), self.ends)
 
@@ -136,8 +136,7 @@ def read_header(file: MappedFile) -> Header:
     try:
         return cursor.header()
     except ValueError as error:  # also of strings that are no UTF-8
-        got = f"a damaged header ({error}, at byte {cursor.at} of {file.size})"
-        raise damaged(file.path, got, "a GGUF file") from None
+        raise damaged(file.path, f"has a damaged GGUF header: {error}, at byte {cursor.at} of {file.size}") from None
 
 
 class Cursor:
@@ -155,34 +154,34 @@ class Cursor:
         magic, version, tensors, fields = self.take(self.HEAD)
         if magic != b"GGUF" or version not in VERSIONS:
             if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
-                raise ValueError("it is big-endian, and only little-endian files are read")
-            raise ValueError(f"it begins with {magic!r}, version {version}; GGUF has version 2 or 3")
+                raise ValueError("big-endian files are not supported")
+            raise ValueError(f"magic {magic!r}, version {version}; expected GGUF of version 2 or 3")
         if fields > MAX_FIELDS:
-            raise ValueError(f"{fields} fields, more than {MAX_FIELDS}")
+            raise ValueError(f"{fields} fields; the limit is {MAX_FIELDS}")
         metadata: dict[str, Field] = {}
         for _ in range(fields):
             name = self.string()
             if name in metadata:
-                raise ValueError(f"the field {name} a second time")
+                raise ValueError(f"the field {name} occurs twice")
             metadata[name] = self.field()
         check_count(min(tensors, len(self.data) // self.EXTENTS[0].size), len(self.data))  # a count may lie
         infos: dict[str, Info] = {}
         for _ in range(tensors):
             info = self.info()
             if info.name in infos:
-                raise ValueError(f"the tensor {info.name!r} a second time")
+                raise ValueError(f"the tensor {info.name!r} occurs twice")
             infos[info.name] = info
         alignment = alignment_of(metadata)
         odd = next((info for info in infos.values() if info.offset % alignment), None)
         if odd is not None:
-            raise ValueError(f"{odd.name} begins at {odd.offset} of the data, no multiple of {alignment}")
+            raise ValueError(f"{odd.name} begins at offset {odd.offset}, which is not a multiple of {alignment}")
         data = -(-self.at // alignment) * alignment
         return Header(metadata, [info._replace(offset=data + info.offset) for info in infos.values()])
 
     def take(self, layout: struct.Struct) -> tuple[Any, ...]:
         end = self.at + layout.size
         if end > len(self.data):
-            raise ValueError("it ends inside of what its header promises")
+            raise ValueError("the file ends within the header")
         values = layout.unpack_from(self.data, self.at)
         self.at = end
         return values
@@ -191,7 +190,7 @@ class Cursor:
         (size,) = self.take(self.LENGTH)
         end = self.at + size
         if end > len(self.data):
-            raise ValueError(f"a string of {size} bytes")
+            raise ValueError(f"a string of {size} bytes passes the end of the file")
         text = str(self.data[self.at : end], "utf-8")
         self.at = end
         return text
@@ -203,7 +202,7 @@ class Cursor:
         if kind == ARRAY:
             return Field(kind, self.items())
         if kind not in self.NUMBERS:
-            raise ValueError(f"a field of type {kind}")
+            raise ValueError(f"unknown type {kind} of a field")
         if kind == BOOL:
             check_bools(self.data[self.at : self.at + 1])
         return Field(kind, self.take(self.NUMBERS[kind])[0])
@@ -214,15 +213,15 @@ class Cursor:
         if kind == STRING:
             self.strings += count
             if self.strings > MAX_STRINGS:
-                raise ValueError(f"lists of {self.strings} strings, more than {MAX_STRINGS}")
+                raise ValueError(f"lists of {self.strings} strings; the limit is {MAX_STRINGS}")
             ends = self.ends_of_strings(count)
             end = start + (int(ends[-1]) if count else 0)
         elif kind in self.NUMBERS:
             end = start + count * self.NUMBERS[kind].size
         else:
-            raise ValueError(f"a list of items of type {kind}")
+            raise ValueError(f"unknown type {kind} of a list")
         if end > len(self.data):
-            raise ValueError(f"a list of {count} items, with room for fewer")
+            raise ValueError(f"a list of {count} items passes the end of the file")
         self.at = end
         data = self.data[start:end]
         if kind == BOOL:
@@ -235,24 +234,24 @@ class Cursor:
         ends = np.empty(min(count, len(rest) // 8), np.uint64)  # a hostile file may not cost more than it is large
         whole = _cpu.string_ends(rest, ends)
         if whole < count:
-            raise ValueError(f"a list of {count} strings, with room for {whole}")
+            raise ValueError(f"a list of {count} strings passes the end of the file, after {whole}")
         return ends
 
     def info(self) -> Info:
         name = self.string()
         (axes,) = self.take(self.KIND)
         if axes > MAX_AXES:
-            raise ValueError(f"{axes} axes for {name}")
+            raise ValueError(f"{name} has {axes} axes")
         *extents, number, offset = self.take(self.EXTENTS[axes])
         if number not in GGML_TYPES:
-            raise ValueError(f"ggml's type {number} for {name}, whose size nobody has told us")
+            raise ValueError(f"{name} has the unknown ggml type {number}")
         kind, block_size, block_bytes = GGML_TYPES[number]
         k = extents[0] if extents else 1
         if k % block_size:
-            raise ValueError(f"rows of {k} weights for {name}, of type {kind} in blocks of {block_size}")
+            raise ValueError(f"{name} has rows of {k} weights, not a multiple of {block_size}, a block of {kind}")
         weights = math.prod(extents)
         if math.prod(extent or 1 for extent in extents) >= MAX_ELEMENTS:  # NumPy has no larger arrays, even empty ones
-            raise ValueError(f"extents {extents} for {name}")
+            raise ValueError(f"{name} is too large: {extents}")
         nbytes = weights // block_size * block_bytes
         return Info(name, kind, tuple(reversed(extents)), offset, nbytes)
 
@@ -270,7 +269,7 @@ def alignment_of(metadata: dict[str, Field]) -> int:
         return ALIGNMENT
     size = field.content
     if field.kind != UINT32 or size == 0 or size & (size - 1):
-        raise ValueError(f"general.alignment {size!r}, which is no power of two in 32 bits")
+        raise ValueError(f"general.alignment is {size!r}; expected a power of two, as uint32")
     return int(size)
 
 

@@ -15,7 +15,7 @@ from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.entry import Description, Entry, Matrix, Span, cut_array
 from billfish.checkpoints.safetensors_files import KINDS, TYPES
 from billfish.core.arrays import Input
-from billfish.core.errors import CheckpointError, DTypeError, complaint
+from billfish.core.errors import CheckpointError, DTypeError, bad_argument, failure, type_of
 from billfish.core.format import Format, get_format
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array, Storage
@@ -76,7 +76,7 @@ class HeldArray(Entry):
         given = Input(CALL, name, array)
         kind = KIND_OF_NAME.get(given.dtype_name)
         if kind is None:
-            raise DTypeError(complaint(CALL, name, f"dtype {given.dtype_name}", f"one of {', '.join(KIND_OF_NAME)}"))
+            raise DTypeError(bad_argument(CALL, f"dtype of {name}", given.dtype_name, ", ".join(KIND_OF_NAME)))
         _check_memory(given)
         nbytes = int(np.prod(given.shape)) * TYPES[kind][0] // 8
         super().__init__(Description(name, "memory", None, kind, given.shape, None, nbytes), [])
@@ -118,14 +118,14 @@ def checkpoint_of(given: Any, name: str) -> Checkpoint:
         entries = {str(key): _entry(str(key), value) for key, value in given.items()}
         return Checkpoint.of_entries(name, _some(entries), {})
     if not hasattr(given, "named_modules"):
-        takes = "a torch.nn.Module, an mlx.nn.Module, a QuantizedTensor, or a mapping from names to tensors"
-        raise DTypeError(complaint(CALL, "model_or_tensors", f"a {type(given).__name__}", takes))
+        expected = "a torch.nn.Module, an mlx.nn.Module, a QuantizedTensor, or a dict of tensors"
+        raise DTypeError(bad_argument(CALL, "model_or_tensors", type_of(given), expected))
     return Checkpoint.of_entries(name, _some(_model_entries(given)), _config(given))
 
 
 def _some(entries: dict[str, Entry]) -> dict[str, Entry]:
     if not entries:
-        raise CheckpointError(complaint(CALL, "model_or_tensors", "no tensors", "one at least"))
+        raise CheckpointError(bad_argument(CALL, "model_or_tensors", "empty", "at least one tensor"))
     return entries
 
 
@@ -183,8 +183,7 @@ def _mlx_arrays(modules: Any, layers: Mapping[str, Any]) -> dict[str, Any]:
 
 def _layer_entry(name: str, layer: SavedLayer) -> Entry:
     if str(getattr(layer, "device", "")) == "meta":
-        got = 'a layer on torch\'s device "meta", which has no memory'
-        raise DTypeError(complaint(CALL, name, got, "one that holds its numbers"))
+        raise DTypeError(failure(CALL, f"the layer {name} is on the device 'meta', without weights", "Load it first."))
     shape = (layer.out_features, layer.in_features)
     order = getattr(layer, "permutation", None) is not None
     return HeldMatrix(name, get_format(layer.format), shape, layer.group_size, order, layer.quantized)
@@ -192,8 +191,8 @@ def _layer_entry(name: str, layer: SavedLayer) -> Entry:
 
 def _check_memory(array: Input) -> None:
     if array.device == "meta":
-        got = 'a tensor on torch\'s device "meta", which has no memory'
-        raise DTypeError(complaint(CALL, array.argument, got, "one that holds its numbers"))
+        problem = f"the tensor {array.argument} is on the device 'meta', without values"
+        raise DTypeError(failure(CALL, problem, "Load the model first."))
 
 
 def _memory(array: Any) -> Hashable:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from billfish.checkpoints.names.gguf_names import gguf_name, is_gguf_name
-from billfish.core.errors import CheckpointError, FormatError, complaint, did_you_mean
+from billfish.core.errors import CheckpointError, FormatError, failure
 from billfish.core.format import FORMATS, Format, get_format
 
 MIX_NAME = re.compile(r"i?q\d_k_(xxs|xs|s|m|l|xl|xxl)")
@@ -92,8 +92,8 @@ class Mix:
         known = {name: name if is_gguf_name(name) else gguf_name(name) for name in shapes}
         strange = [name for name, theirs in known.items() if theirs is None and len(shapes[name]) >= 2]
         if strange:
-            takes = "a model whose tensors llama.cpp has names for, as it goes by them"
-            raise CheckpointError(complaint(call, self.name, f"a tensor {strange[0]!r}", takes))
+            problem = f"the mix {self.name} has no rule for the tensor {strange[0]!r}, which llama.cpp does not know"
+            raise CheckpointError(failure(call, problem, "Use a single format, such as q4_k."))
         chosen = self.assign({theirs: shapes[name] for name, theirs in known.items() if theirs is not None})
         names: dict[str, list[str]] = {}
         for name in wanted:
@@ -232,6 +232,6 @@ def mix_named(name: str, to: str, call: str = "quantize") -> Mix | None:
     known = name.lower()
     if MIX_NAME.fullmatch(known) and known not in MIXES:
         mixes = [mix.name for mix in MIXES.values()]
-        takes = f"a format that `billfish formats` lists, or one of the mixes {', '.join(mixes)}"
-        raise FormatError(complaint(call, "format", repr(name), takes) + did_you_mean(name.upper(), mixes))
+        hint = f"The mixes are {', '.join(mixes)}. `billfish formats` lists the formats."
+        raise FormatError(failure(call, f"unknown format {name!r}", hint))
     return MIXES.get(known) if to == "gguf" or known not in FORMATS else None

@@ -61,7 +61,12 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What `convert`, `quantize_checkpoint` and `save` wrote; printed, it is a summary."""
+    """What `convert`, `quantize_checkpoint` and `save` wrote. Printed, it is a summary.
+
+    >>> report = bf.convert("model.gguf", "folder", "billfish", progress=False)
+    >>> report.layout, len(report.tensors) == len(bf.open_checkpoint("folder"))
+    ('billfish', True)
+    """
 
     path: Path  # of the output
     layout: str  # as `to` calls it
@@ -172,7 +177,12 @@ class Comparison(NamedTuple):
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """How two checkpoints compare, tensor by tensor; true if all values are the same."""
+    """How two checkpoints compare, tensor by tensor. It is true if all values are the same.
+
+    >>> report = bf.verify("model.gguf", "model.gguf", progress=False)
+    >>> bool(report), len(report.comparisons)
+    (True, 21)
+    """
 
     a: Path  # of the first checkpoint
     b: Path  # of the second

@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, failure
 from billfish.core.extras import require
 from billfish.core.files import is_affordable, open_regular, read_json
 from billfish.core.storage import Array
@@ -55,14 +55,14 @@ KINDS = {np.dtype(dtype): kind for kind, (_, dtype) in reversed(TYPES.items()) i
 
 
 def check_count(tensors: int, size: int) -> None:
-    """Raises ValueError if a file of `size` bytes has more tensors than may be listed for its sake."""
+    """Raise ValueError if a file of `size` bytes lists too many tensors for its size."""
     if not is_affordable(tensors * TENSOR_COST, size):
-        raise ValueError(f"{tensors} tensors in {size} bytes")
+        raise ValueError(f"{tensors} tensors in {size} bytes are too many")
 
 
-def damaged(path: Path, got: object, takes: str) -> CheckpointError:
-    """The error for a file that is not what it should be."""
-    return CheckpointError(complaint(CALL, str(path), got, takes))
+def damaged(path: Path, problem: str, fix: str = "") -> CheckpointError:
+    """The error for a file that cannot be read: "load: PATH has a damaged header." """
+    return CheckpointError(failure(CALL, f"{path} {problem}", fix))
 
 
 class MappedFile:
@@ -74,7 +74,7 @@ class MappedFile:
             with open_regular(path) as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: an empty file
-            raise damaged(path, f"a file that cannot be mapped ({error})", "a readable file") from None
+            raise damaged(path, f"cannot be mapped into memory: {error}") from None
         self.size = len(self._map)
         self._bytes = np.frombuffer(self._map, np.uint8)
 
@@ -107,7 +107,7 @@ class Stored:
     def array(self) -> Array:
         """A read-only view of the file."""
         if self.dtype is None:
-            raise damaged(self.file.path, f"{self.name} of type {self.kind}", "a type that NumPy has")
+            raise damaged(self.file.path, f"holds {self.name} of type {self.kind}, which NumPy does not have")
         return self.file.view(self.offset, self.nbytes, self.dtype, self.shape)
 
     def rows_of_bytes(self, rows: int) -> Array:
@@ -131,17 +131,17 @@ def open_safetensors(path: Path) -> tuple[MappedFile, dict[str, Stored], dict[st
                 about = opened.get_slice(name)
                 kind, shape = about.get_dtype(), tuple(about.get_shape())
                 if kind not in TYPES:
-                    raise damaged(path, f"{name} of type {kind}", f"one of {', '.join(TYPES)}")
+                    raise damaged(path, f"holds {name} of type {kind}", f"Supported are {', '.join(TYPES)}.")
                 if math.prod(extent or 1 for extent in shape) >= MAX_ELEMENTS:
-                    raise damaged(path, f"{name} of shape {shape}", "an array that can be there")
+                    raise damaged(path, f"holds {name} of the impossible shape {shape}")
                 bits, dtype = TYPES[kind]
                 nbytes = math.prod(shape) * bits // 8
                 stored[name] = Stored(name, file, kind, dtype and np.dtype(dtype), shape, offset, nbytes)
                 offset += nbytes
     except (safetensors.SafetensorError, OSError, ValueError, OverflowError) as error:
-        raise damaged(path, f"a damaged header ({error})", "a safetensors file") from None
+        raise damaged(path, f"has a damaged safetensors header: {error}") from None
     if offset != file.size:
-        raise damaged(path, f"tensors that end at byte {offset} of {file.size}", "tensors that fill the file")
+        raise damaged(path, f"is damaged: its tensors end at byte {offset} of {file.size}")
     return file, stored, metadata
 
 
@@ -163,7 +163,7 @@ def shards(folder: Path) -> dict[Path, set[str] | None]:
     if not indexes:
         return dict.fromkeys(sorted(folder.glob("*.safetensors")))
     if len(indexes) > 1:
-        raise damaged(folder, f"{len(indexes)} indexes ({', '.join(i.name for i in indexes)})", "a folder with one")
+        raise damaged(folder, f"holds {len(indexes)} indexes: {', '.join(i.name for i in indexes)}", "Keep one.")
     index = indexes[0]
     wanted: dict[Path, set[str] | None] = {}
     for name, shard in section(read_json(index), "weight_map").items():
@@ -174,15 +174,15 @@ def shards(folder: Path) -> dict[Path, set[str] | None]:
             or "\\" in shard
             or not shard.endswith(".safetensors")
         ):
-            raise damaged(index, f"{shard!r} for {name}", "the name of a .safetensors file beside it")
+            raise damaged(index, f"lists {shard!r} for {name}", "Expected a .safetensors file in the same folder.")
         names = wanted.setdefault(folder / shard, set())
         assert names is not None
         names.add(name)
     for path in wanted:
         if not path.is_file():
-            raise damaged(index, f"{path.name}, which is missing", "shards that are there")
+            raise damaged(index, f"lists {path.name}, which is missing", "Download it, or copy it into the folder.")
     if not wanted:
-        raise damaged(index, "no tensors", "a weight_map")
+        raise damaged(index, "lists no tensors")
     return wanted
 
 
@@ -193,10 +193,10 @@ def open_shards(files: Mapping[Path, set[str] | None]) -> tuple[list[MappedFile]
         file, here, about = open_safetensors(path)
         missing = (wanted or set()) - here.keys()
         if missing:
-            raise damaged(path, f"no {min(missing)}", "the tensors that the index promises")
+            raise damaged(path, f"does not hold {min(missing)}, which the index lists")
         for name in here if wanted is None else sorted(wanted):
             if name in stored:
-                raise damaged(path, f"{name} a second time", "each tensor once")
+                raise damaged(path, f"holds {name}, which another file of the checkpoint also holds")
             stored[name] = here[name]
         mapped.append(file)
         metadata.update(about)

@@ -14,7 +14,7 @@ from billfish.checkpoints.entry import Span, Tensor
 from billfish.checkpoints.names.expert_stacks import by_stacks, upright
 from billfish.checkpoints.names.gguf_names import UnknownModel, by_model_names, is_gguf
 from billfish.checkpoints.reports import Comparison, Outcome, VerificationReport
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, failure
 from billfish.core.progress import OnProgress, follow
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array
@@ -27,12 +27,15 @@ VERIFY_ELEMENTS = 1 << 24  # how many weights are compared at a time
 def verify(a: Source, b: Source, *, progress: bool | OnProgress = True) -> VerificationReport:
     """Compare two checkpoints tensor by tensor, whatever their layouts: what `billfish verify` does.
 
-    a, b: paths that bf.load takes, or checkpoints that it returned. GGUF's names are translated where the other one
-    has those of transformers.
+    a, b: paths that :func:`billfish.open_checkpoint` takes, or checkpoints that it returned. GGUF's names are
+    translated where the other one has those of transformers.
     progress: True draws a bar on terminals, False nothing; or a callable (bytes done, bytes in all, name).
 
-    The report is true if every tensor is in both with the same values; `report.comparisons` has each tensor's outcome,
-    and str(report) is what the command prints.
+    Returns a VerificationReport, which is true if every tensor is in both with the same values. Raises CheckpointError
+    for what cannot be read.
+
+        >>> bool(bf.verify("model.gguf", "model.gguf", progress=False))
+        True
     """
     first, second = opened(a), opened(b)
     if is_gguf(first) != is_gguf(second):  # by the names of models
@@ -137,5 +140,5 @@ def _values(part: Any, k: int) -> NDArray[np.float64]:
     if isinstance(part, QuantizedTensor):
         return dequantize(part).astype(np.float64)
     if part.dtype.kind == "c":
-        raise CheckpointError(complaint("verify", "tensor", str(part.dtype), "real numbers"))
+        raise CheckpointError(failure("verify", f"tensors of type {part.dtype} cannot be compared"))
     return part.reshape(-1, k).astype(np.float64)

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from billfish.checkpoints.checkpoint import Checkpoint, load
+from billfish.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from billfish.core.tables import table, terminal_width
 
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    print_checkpoint(load(arguments.path), arguments.json, sys.stdout)
+    print_checkpoint(open_checkpoint(arguments.path), arguments.json, sys.stdout)
 
 
 def print_checkpoint(checkpoint: Checkpoint, as_json: bool, out: TextIO) -> None:

@@ -147,7 +147,7 @@ def _generate(
     model: Model, arguments: argparse.Namespace, prompt: str | list[Message], cache: Cache | None = None
 ) -> Generation:
     a = arguments
-    return model.generate(
+    return model.stream(
         prompt,
         max_tokens=a.max_tokens,
         temperature=a.temperature,
@@ -165,7 +165,7 @@ def _generate(
 def _record(text: str, answer: Generation, first_token: float, model: Model) -> dict[str, object]:
     return {
         "text": text,
-        "finish_reason": "stop" if answer.finished == "end" else "length",
+        "finish_reason": answer.finish_reason,
         "prompt_tokens": answer.prompt_tokens,
         "generated_tokens": len(answer.tokens),
         "prompt_tok_per_s": round(answer.prompt_rate, 2),
@@ -185,7 +185,7 @@ def print_rates(answer: Generation, model: Model, out: TextIO, first_token: floa
     if first_token is not None:
         facts.append(f"first token after {first_token:.2f} s")
     facts.append(model.decoder.about)
-    if answer.finished == "context":
+    if answer.context_full:
         facts.append(f"stopped: the context of {model.config.context} tokens is full")
     print(Style(out)(" · ".join(facts), "dim"), file=out)
 
@@ -250,7 +250,7 @@ class Chat:
         try:
             answer = _generate(self._model, self._arguments, prompt, cache=self._cache)
         except ModelError as error:  # such as a history that has outgrown the context
-            print(f"billfish: {error}. The conversation starts anew.", file=sys.stderr)
+            print(f"billfish: {error} The conversation starts anew.", file=sys.stderr)
             self._messages = self._start
             return
         pieces = []

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import FormatError, complaint
+from billfish.core.errors import FormatError, bad_argument
 from billfish.core.scales import E4M3_MAX, decode_e4m3, encode_e4m3
 from billfish.core.typing import Activations
 
@@ -31,7 +31,7 @@ LARGEST = {"q8": 127, "q16": 32639}
 def check_activations(call: str, activations: str, known: Iterable[str] = ACTIVATIONS) -> Activations:
     """Raises unless `activations` is one of those that are `known`."""
     if activations not in known:
-        raise FormatError(complaint(call, "activations", repr(activations), " or ".join(map(repr, known))))
+        raise FormatError(bad_argument(call, "activations", repr(activations), " or ".join(map(repr, known))))
     return cast(Activations, activations)
 
 

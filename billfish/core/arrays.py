@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import BackendUnavailable, DTypeError, complaint
+from billfish.core.errors import BackendUnavailable, DTypeError, bad_argument, failure, type_of
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": bfloat16}
@@ -239,18 +239,18 @@ class Input:
                 self.device, self.shape = adapter.device(source), tuple(source.shape)
                 self.dtype_name = _name_of(source.dtype)  # such as "float16"; torch and MLX say "torch.float16"
                 return
-        takes = "a NumPy array, torch.Tensor or mlx array"
-        raise DTypeError(complaint(call, argument, f"a {type(source).__name__}", takes))
+        expected = "a NumPy array, torch.Tensor or mlx array"
+        raise DTypeError(bad_argument(call, argument, type_of(source), expected))
 
     def numpy(self) -> NDArray[Any]:
         if self.device != "cpu":
-            got = f"a {self.kind} array on {self.device}"
-            raise DTypeError(complaint(self.call, self.argument, got, "an array in CPU memory"))
+            value = f"a {self.kind} array on {self.device}"
+            raise DTypeError(bad_argument(self.call, self.argument, value, "an array in CPU memory"))
         try:
             return self.adapter.to_numpy(self.source)
         except (TypeError, RuntimeError) as error:  # sparse and other tensors that are no plain array
-            got = f"a {self.kind} array that NumPy cannot read ({error})"
-            raise DTypeError(complaint(self.call, self.argument, got, "a dense array")) from None
+            value = f"a {self.kind} array that NumPy cannot read ({error})"
+            raise DTypeError(bad_argument(self.call, self.argument, value, "a dense array")) from None
 
     def like(self, array: NDArray[Any]) -> Any:
         """`array` as an array of the same library as the argument."""
@@ -270,7 +270,7 @@ def float_input(call: str, argument: str, source: object) -> Input:
     """An argument that holds floating-point numbers of a type we compute with."""
     taken = Input(call, argument, source)
     if taken.dtype_name not in FLOATS:
-        raise DTypeError(complaint(call, argument, f"dtype {taken.dtype_name}", FLOAT_NAMES))
+        raise DTypeError(bad_argument(call, f"dtype of {argument}", taken.dtype_name, FLOAT_NAMES))
     return taken
 
 
@@ -281,7 +281,7 @@ def float_dtype(call: str, dtype: Any) -> np.dtype[Any]:
         name = dtype if isinstance(dtype, str) else _name_of(dtype) if is_foreign else np.dtype(dtype).name
         return FLOATS[name]
     except (TypeError, KeyError):
-        raise DTypeError(complaint(call, "dtype", repr(dtype), FLOAT_NAMES)) from None
+        raise DTypeError(bad_argument(call, "dtype", repr(dtype), FLOAT_NAMES)) from None
 
 
 def library_for(call: str, like: Any, dtype: Any) -> Adapter:
@@ -289,13 +289,12 @@ def library_for(call: str, like: Any, dtype: Any) -> Adapter:
     if isinstance(like, str):
         adapter = next((a for a in ADAPTERS if a.kind == like and like != "cupy"), None)
         if adapter is None:
-            takes = "'numpy', 'torch', 'mlx', or an array of one of them"
-            raise DTypeError(complaint(call, "like", repr(like), takes))
+            expected = "'numpy', 'torch', 'mlx', or an array of one of them"
+            raise DTypeError(bad_argument(call, "like", repr(like), expected))
         try:
             importlib.import_module(adapter.module)
         except ImportError as error:
-            got = f"{like!r}, which cannot be imported ({error})"
-            raise BackendUnavailable(complaint(call, "like", got, "a library that is installed")) from None
+            raise BackendUnavailable(failure(call, f"like is {like!r}, which cannot be imported ({error})")) from None
         return adapter
     if like is not None:
         return Input(call, "like", like).adapter

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import DataError, DTypeError, complaint
+from billfish.core.errors import DataError, DTypeError, bad_argument
 
 Words = Any  # uint32 arrays, or a recording word of billfish.cli.explain
 Halves = NDArray[np.float16]
@@ -27,7 +27,7 @@ def words(q: Words) -> Words:
         return q
     q = np.asarray(q, np.uint32) if isinstance(q, int) else np.asarray(q)
     if q.dtype not in (np.uint32, np.uint16):
-        raise DTypeError(complaint("bits", "words", f"dtype {q.dtype}", "uint32, or uint16 for a single lane"))
+        raise DTypeError(bad_argument("bits", "words.dtype", q.dtype, "uint32, or uint16 for a single lane"))
     return q
 
 
@@ -61,7 +61,7 @@ def lop3(a: Words, b: Words, c: Words, lut: int) -> Words:
     """
     a, b, c = np.broadcast_arrays(words(a), words(b), words(c))
     if not 0 <= lut <= 255:
-        raise DataError(complaint("lop3", "lut", lut, "a truth table from 0 to 255"))
+        raise DataError(bad_argument("lop3", "lut", lut, "a truth table from 0 to 255"))
     result = np.zeros_like(a)
     for i in range(8):
         if lut >> i & 1:

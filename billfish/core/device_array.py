@@ -25,7 +25,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
 
 from billfish.core.arrays import Input, bfloat16
-from billfish.core.errors import DTypeError, FormatError, complaint
+from billfish.core.errors import DTypeError, FormatError, bad_argument, failure
 
 # torch computes with few unsigned integers. Those of 16 and 32 bits are signed ones with the same bits there.
 TYPES = {
@@ -37,9 +37,9 @@ DISGUISED = (np.dtype(np.uint16), np.dtype(np.uint32))
 
 
 def missing(name: str) -> FormatError:
-    """What a format gets that uses more of NumPy than there is."""
-    takes = "w.cpu(), or functions that billfish.core.device_array has"
-    return FormatError(complaint("quantize", "format", f"one that uses {name}, which arrays on a device lack", takes))
+    """The error for a format that uses a NumPy function which arrays on a device do not have."""
+    problem = f"this format uses {name}, which arrays on a device do not have"
+    return FormatError(failure("quantize", problem, "Pass w.cpu(), or use the functions of device_array.py."))
 
 
 def torch_type(dtype: np.dtype[Any]) -> Any:
@@ -136,8 +136,8 @@ class DeviceArray(NDArrayOperatorsMixin):
         """Of an argument that is a torch tensor."""
         tensor = taken.source.detach()
         if tensor.layout is not sys.modules["torch"].strided:
-            got = f"a tensor whose layout is {tensor.layout}"
-            raise DTypeError(complaint(taken.call, taken.argument, got, "a dense tensor"))
+            layout = f"a tensor of layout {tensor.layout}"
+            raise DTypeError(bad_argument(taken.call, taken.argument, layout, "a dense tensor"))
         return cls(tensor.resolve_neg())
 
     # ---- what an array is -------------------------------------------------------------------------------------------
@@ -184,9 +184,8 @@ class DeviceArray(NDArrayOperatorsMixin):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         """Nothing is copied to the CPU by accident."""
-        got = f"an array on {self.tensor.device} for a function that NumPy does not let others answer"
-        takes = "w.cpu(), or a format that has functions such as `np.zeros_like(w, shape=...)` instead"
-        raise DTypeError(complaint("quantize", "w", got, takes))
+        problem = f"this format calls a NumPy function that does not run on {self.tensor.device}, where w is"
+        raise DTypeError(failure("quantize", problem, "Pass w.cpu(), or write it as np.zeros_like(w, shape=...)."))
 
     def numpy(self) -> NDArray[Any]:
         """A copy in CPU memory."""

@@ -1,4 +1,4 @@
-"""What billfish raises. Every message names the call, the argument, what it got and what it takes."""
+"""The exceptions of billfish, and the two shapes of their messages: `bad_argument` and `failure`."""
 
 from __future__ import annotations
 
@@ -43,24 +43,40 @@ class MissingPackage(BackendUnavailable):
 
 
 def explained(error: BaseException) -> str:
-    """An error in a sentence: our messages say all, others' need the name of their class."""
+    """Return the message of an error, with the name of its class unless the error is ours."""
     return str(error) if isinstance(error, BillfishError) else f"{type(error).__name__}: {error}"
 
 
 LONGEST = 400  # characters of each part of a message
-NEAR = 0.6  # the likeness of words that may be meant for each other
+NEAR = 0.6  # similarity from which a word is suggested
 
 
-def complaint(call: str, argument: str, got: object, takes: str) -> str:
-    """The one shape of our messages: ``[call] argument: got X; takes Y``.
+def bad_argument(call: str, argument: str, value: object, expected: str) -> str:
+    """The message for a wrong argument: ``quantize: group_size is 33; expected 16, 32, 64 or 128.``"""
+    return f"{call}: {readable(argument)} is {readable(value)}; expected {_ended(readable(expected, 4 * LONGEST))}"
 
-    Files put names into X, and even into Y: each part is readable, whatever it is made of.
-    """
-    return f"[{call}] {readable(argument)}: got {readable(got)}; takes {readable(takes, 4 * LONGEST)}"
+
+def failure(call: str, problem: object, fix: str = "") -> str:
+    """The message for any other error, what went wrong and what to do: ``save: a.gguf exists. Choose another name.``"""
+    return f"{call}: {_ended(readable(problem, 4 * LONGEST))} {readable(fix, 4 * LONGEST)}".rstrip()
+
+
+def _ended(text: str) -> str:
+    """A text as a sentence, with a full stop."""
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
+def type_of(value: object) -> str:
+    """The type of a value, with its article: "a list", "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' or name == 'ndarray' else 'a'} {name}"
+
+
+complaint = bad_argument  # the former name, for callers that still use it
 
 
 def readable(text: object, longest: int = LONGEST) -> str:
-    """A text as it may be printed: control characters are escaped, and the middle of a long one is left out."""
+    """Make a text safe to print: escape control characters, and cut the middle of a long text."""
     shown = str(text)
     if len(shown) > longest:
         half = (longest - 3) // 2
@@ -69,19 +85,19 @@ def readable(text: object, longest: int = LONGEST) -> str:
 
 
 def printable(text: str) -> str:
-    """A text with its control characters escaped: names come from files, and a terminal obeys."""
+    """Escape control characters. Names come from files, and a terminal obeys them."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown word: the nearest known one, or nothing where none is near."""
+    """Return the sentence " Did you mean 'x'?" with the known word nearest to `word`, or "" if none is near."""
     matcher = difflib.SequenceMatcher(b=word.lower())
 
     def likeness(one: str) -> float:
-        matcher.set_seq1(one)
+        matcher.set_seq1(one.lower())
         return matcher.ratio()
 
     nearest = max(known, key=likeness, default="")  # the first of several that are equally near
-    return f"; did you mean {nearest!r}?" if likeness(nearest) >= NEAR else ""
+    return f" Did you mean {nearest!r}?" if likeness(nearest) >= NEAR else ""

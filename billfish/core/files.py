@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import CheckpointError, DataError, DTypeError, complaint
+from billfish.core.errors import CheckpointError, DataError, DTypeError, bad_argument, failure, type_of
 
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 MAX_MEMBERS = 8  # of an .npz file; ours have three
@@ -36,7 +36,7 @@ NPY = re.compile(
 def path_of(call: str, path: object) -> Path:
     """What a user gave for a path; raises unless it is one."""
     if not isinstance(path, (str, os.PathLike)):
-        raise DTypeError(complaint(call, "path", f"a {type(path).__name__}", "a string or a path"))
+        raise DTypeError(bad_argument(call, "path", type_of(path), "a string or a path"))
     return Path(path)
 
 
@@ -54,7 +54,7 @@ def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
     try:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, f"{KINDS.get(stat.S_IFMT(mode), 'a device')}, no regular file")
+            raise OSError(errno.EINVAL, f"{KINDS.get(stat.S_IFMT(mode), 'a device')}, not a regular file")
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -66,7 +66,7 @@ def read_whole(path: str | os.PathLike[str], most: int = MAX_WHOLE) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise OSError(errno.EFBIG, f"{size} bytes, more than {most}")
+            raise OSError(errno.EFBIG, f"{size} bytes, and the limit is {most}")
         return file.read(size)
 
 
@@ -79,7 +79,7 @@ def read_text(call: str, argument: str, path: str | os.PathLike[str]) -> str:
             raise OSError(f"more than {MOST_TEXT >> 20} MB")
         return data.decode()
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path with a zero byte
-        raise DataError(complaint(call, argument, f"{str(path)!r} ({error})", "a text in UTF-8")) from None
+        raise DataError(failure(call, f"cannot read {argument} {str(path)!r}: {error}", "Pass a UTF-8 file.")) from None
 
 
 def is_affordable(cost: int, size: int) -> bool:
@@ -97,9 +97,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = parse_json(read_whole(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(complaint("load", str(path), f"what is no JSON ({error})", "a JSON object")) from None
+        raise CheckpointError(failure("load", f"{path} is not valid JSON: {error}")) from None
     if not isinstance(value, dict):
-        raise CheckpointError(complaint("load", str(path), f"a {type(value).__name__}", "a JSON object"))
+        raise CheckpointError(failure("load", f"{path} holds {type_of(value)}, not a JSON object"))
     return value
 
 
@@ -108,7 +108,7 @@ def parse_json(text: bytes) -> Any:
     containers = text.count(b"[") + text.count(b"{")
     cost = CONTAINER_COST * containers + VALUE_COST * (text.count(b",") + text.count(b":")) + 4 * len(text)
     if not is_affordable(cost, len(text)):
-        raise ValueError(f"{containers} lists and objects in {len(text)} bytes")
+        raise ValueError(f"{containers} lists and objects in {len(text)} bytes are too many")
     return json.loads(text)
 
 
@@ -128,7 +128,7 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
                     raise ValueError(f"more than {MAX_MEMBERS} members")
                 stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
                 if not stored or sum(member.file_size for member in members) > size:
-                    raise ValueError("members that inflate")
+                    raise ValueError("compressed members")
                 return {member.filename.removesuffix(".npy"): _array(archive.read(member)) for member in members}
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
             raise ValueError(str(error)) from None
@@ -141,11 +141,11 @@ def _directory_bytes(file: IO[bytes], size: int) -> int:
     tail = file.read()
     record, locator, end = tail[-98:-42], tail[-42:-22], tail[-22:]
     if not end.startswith(b"PK\5\6") or end[20:] != b"\0\0":
-        raise ValueError("no end of a zip file")
+        raise ValueError("not a zip file: no end record")
     if not locator.startswith(b"PK\6\7"):
         return int.from_bytes(end[12:16], "little")
     if not record.startswith(b"PK\6\6") or int.from_bytes(locator[8:16], "little") != size - 98:
-        raise ValueError("no record of 64 bits before the end of a zip file")
+        raise ValueError("damaged zip file: no 64-bit end record")
     return int.from_bytes(record[40:48], "little")
 
 
@@ -153,7 +153,7 @@ def _array(content: bytes) -> NDArray[Any]:
     """What an .npy file of version 1 holds, as NumPy writes it: its header has one form."""
     header = NPY.match(content)
     if header is None:
-        raise ValueError("an array of another kind")
+        raise ValueError("not an .npy array of version 1")
     kind, sizes = (part.decode() for part in header.groups())
     shape = tuple(int(size) for size in sizes.split(",") if size.strip())
     try:

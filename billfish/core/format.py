@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from billfish.core.device_array import DeviceArray, to_device
 from billfish.core.elements import Element
-from billfish.core.errors import DTypeError, FormatError, ShapeError, complaint, did_you_mean, readable
+from billfish.core.errors import DTypeError, FormatError, ShapeError, bad_argument, did_you_mean, failure, type_of
 from billfish.core.machine import map_rows, with_known_floats
 from billfish.core.search import Search
 from billfish.core.storage import Array, ArraySpec, Storage, StoragePart, check_array
@@ -43,7 +43,12 @@ class GroupValues(NamedTuple):
 
 
 class Format(ABC):
-    """A way to store a matrix W [N, K] in few bits. Instances are stateless; get one with :func:`get_format`."""
+    """A way to store a matrix W [N, K] in few bits. Instances are stateless; get one with :func:`get_format`.
+
+    >>> format = bf.get_format("fp4")
+    >>> format.name, format.bits_per_weight(32)
+    ('fp4', 4.5)
+    """
 
     name: str
     element: Element
@@ -133,17 +138,17 @@ class Format(ABC):
             array = check_array(call, part.name, storage[part.name], dtypes, len(spec.shape))
             if array.shape != spec.shape:
                 axes = " x ".join({"n": "N", "k": f"ceil(K/{spec.run})"}[axis] for axis in part.axes)
-                takes = f"{spec.shape}, {axes} for N={n}, K={k}"
-                raise ShapeError(complaint(call, part.name, f"shape {array.shape}", takes))
+                expected = f"{spec.shape}, {axes} for N={n}, K={k}"
+                raise ShapeError(bad_argument(call, f"shape of {part.name}", array.shape, expected))
         return n, k, group_size
 
     def _matrix_shape(self, call: str, first: StoragePart, array: Array) -> tuple[int, int]:
         n, along_k = (array.shape[first.axes.index(axis)] for axis in "nk")
         if n == 0:
-            raise ShapeError(complaint(call, first.name, f"shape {array.shape}, N=0", "a matrix with N > 0"))
+            raise ShapeError(bad_argument(call, f"shape of {first.name}", f"{array.shape}, with N = 0", "N > 0"))
         if first.items > 1 and (along_k % first.items or along_k == 0):
-            takes = f"rows of a positive multiple of {first.items} bytes for {self.name}"
-            raise ShapeError(complaint(call, first.name, f"rows of {along_k} bytes", takes))
+            expected = f"a positive multiple of {first.items} bytes for {self.name}"
+            raise ShapeError(bad_argument(call, f"row size of {first.name}", f"{along_k} bytes", expected))
         return n, along_k // first.items * first.run
 
     @property
@@ -165,23 +170,23 @@ class Format(ABC):
             if self.whole_row_groups and k is not None and group_size in (-1, k):
                 return k
         allowed = ", ".join(map(str, self.group_sizes)) + (" or -1 (all of K)" if self.whole_row_groups else "")
-        raise FormatError(complaint(call, "group_size", repr(group_size), f"{allowed} for {self.name}"))
+        raise FormatError(bad_argument(call, "group_size", repr(group_size), f"{allowed} for {self.name}"))
 
     def check_k(self, call: str, k: int) -> None:
         """Raises unless a row of `k` weights can be stored."""
         if k % self.block_size or k == 0:
-            takes = f"a positive multiple of {self.block_size} for {self.name}"
-            raise ShapeError(complaint(call, "K", k, takes))
+            expected = f"a positive multiple of {self.block_size} for {self.name}"
+            raise ShapeError(bad_argument(call, "K", k, expected))
 
     def check_options(self, call: str, options: dict[str, str]) -> dict[str, str]:
         """The options with defaults filled in."""
         for name, value in options.items():
             if name not in self.options:
-                known = ", ".join(self.options) or "no further options"
-                raise FormatError(complaint(call, "options", repr(name), f"{known} for {self.name}"))
+                known = f"Its options are: {', '.join(self.options)}." if self.options else "It has no options."
+                raise FormatError(failure(call, f"unknown option {name!r} of {self.name}", known))
             if value not in self.options[name]:
-                takes = " or ".join(map(repr, self.options[name]))
-                raise FormatError(complaint(call, name, repr(value), f"{takes} for {self.name}"))
+                expected = " or ".join(map(repr, self.options[name]))
+                raise FormatError(bad_argument(call, name, repr(value), f"{expected} for {self.name}"))
         return {name: options.get(name, allowed[0]) for name, allowed in self.options.items()}
 
     def with_codes(self, planes: Planes, codes: Array) -> Planes:
@@ -321,25 +326,38 @@ MIX = re.compile(r"(q\dk)(xs|s|m|l|xl)")
 
 
 def register(cls: FormatClass) -> FormatClass:
-    """Class decorator: make a format known by its name and its aliases."""
+    """Make a format known by its name and its aliases. A class decorator.
+
+    cls: a subclass of :class:`Format`. Returns it. Raises FormatError for a name that another format has.
+
+        >>> bf.register(type(bf.get_format("q4_0")))
+        Traceback (most recent call last):
+        billfish.core.errors.FormatError: ...'q4_0'...
+    """
     taken = _names()
     for name in (cls.name, *vars(cls).get("aliases", ())):
         if _letters(name) in taken:
-            raise FormatError(complaint("register", "name", repr(name), "a name that no other format has"))
+            raise FormatError(failure("register", f"another format has the name {name!r}", "Choose another name."))
     FORMATS[cls.name] = cls()
     return cls
 
 
 def get_format(name: str | Format, call: str = "get_format") -> Format:
-    """The format of that name, in any case and with any separators: "Q4_K", "q4-k" and "q4k" are q4_k.
+    """Return a format by its name.
 
-    A format is also known by its aliases, which `billfish formats` lists: "uint4b8" is u4b8.
+    name: in any case and with any separators: "Q4_K", "q4-k" and "q4k" are q4_k. Aliases, which `billfish formats`
+    lists, work too. A Format is returned as it is.
+    call: the name that errors begin with.
+
+    Raises FormatError for an unknown name.
+
+        >>> bf.get_format("Q4-K").name
+        'q4_k'
     """
     if isinstance(name, Format):
         return name
-    takes = f"one of {', '.join(FORMATS)}"
     if not isinstance(name, str):
-        raise FormatError(complaint(call, "format", repr(name), takes))
+        raise FormatError(bad_argument(call, "format", repr(name), "a name such as 'q4_0' (bf.FORMATS lists all)"))
     if name in FORMATS:
         return FORMATS[name]
     names, letters = _names(), _letters(name)
@@ -347,12 +365,11 @@ def get_format(name: str | Format, call: str = "get_format") -> Format:
         return FORMATS[names[letters]]
     mix = MIX.fullmatch(letters)
     if mix and mix[1] in names:
-        takes = (
-            f"one format, such as {names[mix[1]]}; this is a mix, for `billfish quantize` and bf.quantize_checkpoint"
-        )
-        raise FormatError(complaint(call, "format", repr(name), takes))
+        fix = f"Use a format such as {names[mix[1]]!r}. bf.quantize_checkpoint and `billfish quantize` take mixes."
+        raise FormatError(failure(call, f"format {name!r} is a mix of several formats, for whole models", fix))
     spelled = [name for format in FORMATS.values() for name in (format.name, *aliases_of(format))]
-    raise FormatError(complaint(call, "format", repr(name), takes) + did_you_mean(name, spelled))
+    hint = f"{did_you_mean(name, spelled)} bf.FORMATS or `billfish formats` lists all.".lstrip()
+    raise FormatError(failure(call, f"unknown format {name!r}", hint))
 
 
 def parse_format(text: str | Format, call: str, group_size: int | None = None) -> tuple[Format, int | None]:
@@ -364,9 +381,10 @@ def parse_format(text: str | Format, call: str, group_size: int | None = None) -
     format = get_format(name, call)
     if colon:
         if re.fullmatch(r"-?[0-9]{1,9}", written) is None:
-            raise FormatError(f"{call}: {readable(repr(text))} has no valid group size. Write {format.name}:GROUP.")
+            fix = f"Write it as in {format.name}:{format.default_group_size}."
+            raise FormatError(failure(call, f"format {text!r} has no valid group size", fix))
         if group_size not in (None, int(written)):
-            raise FormatError(f"{call}: the format is {readable(repr(text))} and group_size {group_size}. Give one.")
+            raise FormatError(failure(call, f"format is {text!r} and group_size is {group_size}", "Pass one."))
         group_size = int(written)
     if group_size is not None and not (group_size == -1 and format.whole_row_groups):
         format.check_group_size(call, group_size, None)
@@ -389,8 +407,8 @@ def _letters(name: str) -> str:
 
 def check_names(call: str, format: Format, storage: Storage, names: set[str]) -> None:
     """Raises unless `storage` has exactly the arrays that the format knows."""
-    takes = f"{', '.join(sorted(names))} for {format.name}"
+    expected = f"{', '.join(sorted(names))} for {format.name}"
     if not isinstance(storage, Mapping):
-        raise DTypeError(complaint(call, "storage", f"a {type(storage).__name__}", f"a dict with {takes}"))
+        raise DTypeError(bad_argument(call, "storage", type_of(storage), f"a dict with {expected}"))
     if storage.keys() != names:
-        raise FormatError(complaint(call, "storage", f"arrays {sorted(storage)}", takes))
+        raise FormatError(bad_argument(call, "storage", f"a dict with {sorted(storage)}", f"a dict with {expected}"))

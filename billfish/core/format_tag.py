@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import FormatError, complaint
+from billfish.core.errors import FormatError, bad_argument, failure
 
 ABOUT = "about"  # the array's name, beside `packed`, `scales`, ...
 UNIT = 64  # its length is a multiple of this,
@@ -40,14 +40,14 @@ class About(NamedTuple):
                 return cls(format, group_size)
         except (ValueError, TypeError, KeyError, RecursionError):
             pass
-        takes = f"JSON in uint8, such as {json.dumps(cls('fp4', 128)._asdict())}"
-        raise FormatError(complaint(call, ABOUT, f"{array.dtype} {array.shape} without a format", takes))
+        expected = f"JSON in uint8, such as {json.dumps(cls('fp4', 128)._asdict())}"
+        raise FormatError(bad_argument(call, ABOUT, f"a {array.dtype} array of shape {array.shape}", expected))
 
     def check(self, call: str, array: NDArray[Any]) -> None:
         """Raises unless the bytes say the same."""
         said = About.read(call, array)
         if said != self:
-            raise FormatError(complaint(call, ABOUT, f"weights in {said}", f"{self}, as the layer has"))
+            raise FormatError(failure(call, f"{ABOUT}: the weights are {said}, and the layer is {self}"))
 
     def __str__(self) -> str:
         return f"{self.format}, group_size={self.group_size}"

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import DataError, complaint
+from billfish.core.errors import DataError, bad_argument
 from billfish.core.format import Format, Planes
 from billfish.core.machine import map_rows, with_known_floats
 from billfish.core.search import reciprocal
@@ -103,8 +103,8 @@ def carry_of(call: str, hessian: NDArray[Any]) -> Carry:
     try:
         _factorize(g)
     except np.linalg.LinAlgError:
-        got, takes = "a matrix that is not positive semidefinite", "X^T X of the inputs X [tokens, K]"
-        raise DataError(complaint(call, "hessian", got, takes)) from None
+        expected = "X^T X of the inputs X [tokens, K]"
+        raise DataError(bad_argument(call, "hessian", "not positive semidefinite", expected)) from None
     g /= np.diagonal(g).copy()[:, None]
     g[np.arange(padded), np.arange(padded)] = 0
     return Carry(order, damped, g, damping)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.core.arrays import FLOAT_NAMES, FLOATS, Input
-from billfish.core.errors import DataError, DTypeError, FormatError, ShapeError, complaint
+from billfish.core.errors import DataError, DTypeError, FormatError, ShapeError, bad_argument
 
 ID_TYPES = ("int32", "int64", "uint32")  # of NumPy, torch and MLX
 
@@ -17,11 +17,11 @@ def ids_input(call: str, source: object, tokens: int) -> Input:
     """`ids` [tokens, k] as an argument, k > 0. Its numbers are not looked at."""
     ids = Input(call, "ids", source)
     if ids.dtype_name not in ID_TYPES:
-        raise DTypeError(complaint(call, "ids", f"dtype {ids.dtype_name}", " or ".join(ID_TYPES)))
+        raise DTypeError(bad_argument(call, "ids.dtype", ids.dtype_name, " or ".join(ID_TYPES)))
     if len(ids.shape) != 2 or ids.shape[0] != tokens:
-        raise ShapeError(complaint(call, "ids", f"shape {ids.shape}", f"[{tokens}, k], as x has {tokens} rows"))
+        raise ShapeError(bad_argument(call, "ids.shape", ids.shape, f"[{tokens}, k], as x has {tokens} rows"))
     if ids.shape[1] == 0:
-        raise ShapeError(complaint(call, "ids", f"shape {ids.shape}, k=0", "one expert or more for each row of x"))
+        raise ShapeError(bad_argument(call, "ids.shape", ids.shape, "[tokens, k] with k > 0"))
     return ids
 
 
@@ -29,9 +29,9 @@ def routing_input(call: str, source: object, shape: tuple[int, ...]) -> Input:
     """Routing weights of the shape of `ids` as an argument. Their numbers are not looked at."""
     routing = Input(call, "weights", source)
     if routing.dtype_name not in FLOATS:
-        raise DTypeError(complaint(call, "weights", f"dtype {routing.dtype_name}", FLOAT_NAMES))
+        raise DTypeError(bad_argument(call, "weights.dtype", routing.dtype_name, FLOAT_NAMES))
     if routing.shape != shape:
-        raise ShapeError(complaint(call, "weights", f"shape {routing.shape}", f"{shape}, as ids"))
+        raise ShapeError(bad_argument(call, "weights.shape", routing.shape, f"{shape}, as ids"))
     return routing
 
 
@@ -40,8 +40,7 @@ def checked_ids(ids: Input, experts: int) -> NDArray[np.int32]:
     numbers = ids.numpy()
     if numbers.size and not 0 <= numbers.min() <= numbers.max() < experts:
         t, j = (int(i) for i in np.argwhere((numbers < 0) | (numbers >= experts))[0])
-        got, takes = f"expert {int(numbers[t, j])} at row {t}, place {j}", f"0 .. {experts - 1}, as there are {experts}"
-        raise DataError(complaint(ids.call, "ids", got, takes))
+        raise DataError(bad_argument(ids.call, f"ids[{t}, {j}]", int(numbers[t, j]), f"0 to {experts - 1}"))
     return np.ascontiguousarray(numbers, np.int32)
 
 
@@ -51,8 +50,7 @@ def checked_routing(routing: Input) -> NDArray[np.float32]:
     finite = np.isfinite(numbers)
     if not finite.all():
         t, j = (int(i) for i in np.argwhere(~finite)[0])
-        got = f"{float(numbers[t, j])} at row {t}, place {j}"
-        raise DataError(complaint(routing.call, "weights", got, "finite numbers"))
+        raise DataError(bad_argument(routing.call, f"weights[{t}, {j}]", float(numbers[t, j]), "a finite number"))
     return numbers
 
 
@@ -73,7 +71,7 @@ CLAMP, STEEPNESS = 7.0, 1.702
 def check_gate(call: str, activation: str) -> str:
     """Raises unless `activation` is one of GATES."""
     if activation not in GATES:
-        raise FormatError(complaint(call, "activation", repr(activation), " or ".join(map(repr, GATES))))
+        raise FormatError(bad_argument(call, "hidden_act", repr(activation), " or ".join(map(repr, GATES))))
     return activation
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from billfish.core.errors import DTypeError, FormatError, ShapeError, complaint
+from billfish.core.errors import DTypeError, FormatError, ShapeError, bad_argument, failure, type_of
 from billfish.core.format import Format, get_format
 from billfish.core.storage import Array, Storage
 from billfish.core.tensor import Made, QuantizedTensor, made_once, owners, read_only
@@ -20,11 +20,15 @@ CALL = "QuantizedExperts"
 
 @dataclass(frozen=True, eq=False)
 class QuantizedExperts:
-    """W [E, N, K]: the matrices of E experts in one format, one object. :func:`billfish.quantize` makes one of a stack.
+    """The quantized matrices W [E, N, K] of E experts in one format. :func:`billfish.quantize` makes one of a stack.
 
     format, group_size: as of QuantizedTensor. shape: (E, N, K).
     storage: the arrays of the format by name, each with a leading axis E; an array without axes, such as nvfp4's scale
     of the whole tensor, is [E].
+
+        >>> q = bf.quantize(np.ones((4, 8, 32), np.float32), "q8_0")
+        >>> len(q), q[3]
+        (4, QuantizedTensor(q8_0, [8, 32], group_size=32, 272 bytes))
     """
 
     format: Format
@@ -36,11 +40,11 @@ class QuantizedExperts:
 
     def __post_init__(self) -> None:
         if not isinstance(self.group_size, (int, np.integer)):
-            raise FormatError(complaint(CALL, "group_size", repr(self.group_size), "a whole number"))
+            raise FormatError(bad_argument(CALL, "group_size", repr(self.group_size), "an integer"))
         whole_row = self.format.whole_row_groups and self.group_size == self.shape[-1]
         shape, _ = check_stack(CALL, self.format, self.storage, -1 if whole_row else self.group_size)
         if shape != tuple(self.shape):
-            raise ShapeError(complaint(CALL, "shape", self.shape, f"{shape}, as the storage has"))
+            raise ShapeError(bad_argument(CALL, "shape", self.shape, f"{shape}, as the storage has"))
         held = {name: read_only(self.storage[name]) for name in self.format.storage_names}
         object.__setattr__(self, "storage", MappingProxyType(held))
 
@@ -82,17 +86,16 @@ class QuantizedExperts:
         """A stack of matrices of one format, group size and shape, in the order of the experts."""
         call = "QuantizedExperts.from_tensors"
         if not tensors:
-            raise ShapeError(complaint(call, "tensors", "none", "one QuantizedTensor for each expert"))
+            raise ShapeError(bad_argument(call, "tensors", "empty", "one QuantizedTensor for each expert"))
         first = tensors[0]
         for e, tensor in enumerate(tensors):
             if not isinstance(tensor, QuantizedTensor):
-                raise DTypeError(complaint(call, f"tensors[{e}]", f"a {type(tensor).__name__}", "a QuantizedTensor"))
+                raise DTypeError(bad_argument(call, f"tensors[{e}]", type_of(tensor), "a QuantizedTensor"))
             if tensor.permutation is not None:
-                takes = "columns in order: a stack has no permutation"
-                raise FormatError(complaint(call, f"tensors[{e}]", "columns in another order (act-order)", takes))
-            got, takes = _kind(tensor), f"{_kind(first)}, as tensors[0]"
-            if got != _kind(first):
-                raise ShapeError(complaint(call, f"tensors[{e}]", got, takes))
+                problem = f"tensors[{e}] has a permutation (act-order), which a stack of experts cannot store"
+                raise FormatError(failure(call, problem, "Quantize it without act-order."))
+            if _kind(tensor) != _kind(first):
+                raise ShapeError(bad_argument(call, f"tensors[{e}]", _kind(tensor), f"{_kind(first)}, as tensors[0]"))
         storage = {name: np.stack([t.storage[name] for t in tensors]) for name in first.format.storage_names}
         return cls.owning(first.format, (len(tensors), *first.shape), first.group_size, storage)
 
@@ -155,11 +158,11 @@ class QuantizedExperts:
         return replace(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        raise TypeError("QuantizedExperts are no array; billfish.dequantize(experts, dtype=...) makes one")
+        raise TypeError("QuantizedExperts is not an array. Use billfish.dequantize(experts, dtype=...).")
 
 
 def _kind(tensor: QuantizedTensor) -> str:
-    """What the matrices of a stack have in common: np.stack would change types that differ."""
+    """Describe what all matrices of a stack must share. (np.stack would change types that differ.)"""
     types = ", ".join(f"{name} {array.dtype}" for name, array in tensor.storage.items())
     return f"{tensor.format.name} {tensor.shape} in groups of {tensor.group_size} ({types})"
 
@@ -170,14 +173,14 @@ def check_stack(
     """((E, N, K), group_size) of a stack; raises if its arrays are not the format's. Each is looked at once for all."""
     for name, array in storage.items():
         if not isinstance(array, np.ndarray):
-            raise DTypeError(complaint(call, name, f"a {type(array).__name__}", "an array"))
+            raise DTypeError(bad_argument(call, name, type_of(array), "an array"))
         if array.ndim == 0 or array.shape[0] == 0:
-            raise ShapeError(complaint(call, name, f"shape {array.shape}", "[E, ...] with E > 0, one part per expert"))
+            raise ShapeError(bad_argument(call, f"shape of {name}", array.shape, "[E, ...] with E > 0"))
     experts = next((array.shape[0] for array in storage.values()), 0)
     for name, array in storage.items():
         if array.shape[0] != experts:
-            takes = f"[{experts}, ...], as the first array has {experts} experts"
-            raise ShapeError(complaint(call, name, f"shape {array.shape}", takes))
+            expected = f"[{experts}, ...], as the first array"
+            raise ShapeError(bad_argument(call, f"shape of {name}", array.shape, expected))
     first = {name: array[0, ...] for name, array in storage.items()}
     n, k, group_size = format.check_storage(call, first, group_size)
     return (experts, n, k), group_size

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import DTypeError, ShapeError, complaint
+from billfish.core.errors import DTypeError, ShapeError, bad_argument, type_of
 
 Array = NDArray[Any]
 # The arrays as checkpoints hold them, by the names of their parts.
@@ -85,9 +85,9 @@ def check_array(call: str, argument: str, array: object, dtypes: tuple[Any, ...]
     wanted = tuple(np.dtype(dtype) for dtype in dtypes)
     names = " or ".join(map(str, wanted))
     if not isinstance(array, np.ndarray):
-        raise DTypeError(complaint(call, argument, f"a {type(array).__name__}", f"a {names} array"))
+        raise DTypeError(bad_argument(call, argument, type_of(array), f"a {names} array"))
     if array.dtype not in wanted:
-        raise DTypeError(complaint(call, argument, f"dtype {array.dtype}", names))
+        raise DTypeError(bad_argument(call, f"dtype of {argument}", array.dtype, names))
     if array.ndim != ndim:
-        raise ShapeError(complaint(call, argument, f"shape {array.shape}", f"an array of {ndim} axes"))
+        raise ShapeError(bad_argument(call, f"shape of {argument}", array.shape, f"{ndim} axes"))
     return array

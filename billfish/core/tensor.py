@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import BillfishError, DataError, FormatError, ShapeError, complaint
+from billfish.core.errors import BillfishError, DataError, FormatError, ShapeError, bad_argument, failure
 from billfish.core.format import Format, Planes, get_format
 from billfish.core.storage import Array, ArraySpec, Storage, check_array
 from billfish.core.typing import FormatLike
@@ -47,15 +47,21 @@ class LaterStorage(Mapping[str, Array]):
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """W [N, K], quantized. Make one with :func:`billfish.quantize` or :meth:`from_storage`.
+    """A quantized matrix W [N, K]. Make one with :func:`billfish.quantize` or :meth:`from_storage`.
 
     It holds the storage arrays read-only: views of a memory-mapped file as they are, and a copy of an array that
-    somebody could still write to. Planes, which take a byte for each code, are computed when asked for.
-    Weights that were quantized on a GPU are there, packed, and their storage is made when it is asked for.
+    somebody could still write to. Planes, which take a byte for each code, are computed when asked for. Weights that
+    were quantized on a GPU are there, packed, and their storage is made when it is asked for.
 
     format, shape, group_size: how to read `storage`, the arrays of the format by name; shape is (N, K).
     permutation: int32 [K] where the columns are stored in another order (act-order): stored column j is column
     permutation[j] of W. Products and `dequantize` undo it; `planes` are in stored order.
+
+        >>> q = bf.quantize(np.eye(32, dtype=np.float32), "q8_0")
+        >>> q.shape, q.group_size, q.nbytes, q.bits_per_weight
+        ((32, 32), 32, 1088, 8.5)
+        >>> q.planes["codes"].shape
+        (32, 32)
     """
 
     format: Format
@@ -68,12 +74,12 @@ class QuantizedTensor:
 
     def __post_init__(self) -> None:
         if not isinstance(self.group_size, (int, np.integer)):
-            raise FormatError(complaint("QuantizedTensor", "group_size", repr(self.group_size), "a whole number"))
+            raise FormatError(bad_argument("QuantizedTensor", "group_size", repr(self.group_size), "an integer"))
         whole_row = self.format.whole_row_groups and self.group_size == self.shape[1]
         group_size = -1 if whole_row else self.group_size
         n, k, _ = self.format.check_storage("QuantizedTensor", self.storage, group_size)
         if (n, k) != tuple(self.shape):
-            raise ShapeError(complaint("QuantizedTensor", "shape", self.shape, f"{(n, k)}, as the storage has"))
+            raise ShapeError(bad_argument("QuantizedTensor", "shape", self.shape, f"{(n, k)}, as the storage has"))
         self._hold({name: read_only(self.storage[name]) for name in self.format.storage_names}, self.permutation)
 
     def _hold(self, storage: dict[str, Array] | LaterStorage, permutation: Any) -> None:
@@ -158,14 +164,14 @@ class QuantizedTensor:
         except (KeyError, ValueError) as error:
             if isinstance(error, BillfishError):
                 raise
-            got = f"planes {sorted(planes)} that do not fit together ({error})"
-            raise DataError(complaint(call, "planes", got, f"those of {format.name}")) from None
+            problem = f"the planes {sorted(planes)} are not a {format.name} tensor ({error})"
+            raise DataError(failure(call, problem)) from None
         held = tensor.planes
         for name, plane in planes.items():
             other = held.get(name)
             if other is None or other.dtype != plane.dtype or other.tobytes() != plane.tobytes():
-                takes = "no such plane" if other is None else f"{other.dtype} values that {format.name} can store"
-                raise DataError(complaint(call, name, f"{plane.dtype} values up to {plane.max()}", takes))
+                problem = f"{format.name} cannot store the plane {name} ({plane.dtype}, values up to {plane.max()})"
+                raise DataError(failure(call, problem, f"Its planes are {', '.join(sorted(held))}."))
         return tensor
 
     @property
@@ -225,7 +231,7 @@ class QuantizedTensor:
         return replace(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        raise TypeError("a QuantizedTensor is not an array; billfish.dequantize(tensor, dtype=...) makes one")
+        raise TypeError("a QuantizedTensor is not an array. Use billfish.dequantize(tensor, dtype=...).")
 
 
 def made_once(held: dict[Any, Any], key: Any, make: Callable[[], Made]) -> Made:
@@ -269,8 +275,8 @@ def check_permutation(call: str, permutation: Any, k: int) -> NDArray[np.int32]:
     """An order of k columns as a read-only array."""
     order = np.asarray(permutation)
     if order.shape != (k,) or order.dtype.kind not in "iu" or not np.array_equal(np.sort(order), np.arange(k)):
-        got = f"{order.dtype} of shape {order.shape}" + (", not each index once" if order.shape == (k,) else "")
-        raise ShapeError(complaint(call, "permutation", got, f"each of 0..{k - 1} once"))
+        problem = f"{order.dtype} of shape {order.shape}" + (" with repeated indices" if order.shape == (k,) else "")
+        raise ShapeError(bad_argument(call, "permutation", problem, f"each of 0 to {k - 1} once"))
     order = order.astype(np.int32)
     order.setflags(write=False)
     return order

@@ -1,13 +1,25 @@
-"""A small decoder for language models in GGUF files and folders, all of its matrix work on billfish's kernels.
+"""Run language models from GGUF files and folders, with all matmuls on billfish's kernels.
 
 model = bf.llm.load("model.gguf")  # or a folder
-for text in model.generate("What is the capital of France?"):
-    print(text, end="")
+print(model.generate("What is the capital of France?").text)
+for piece in model.stream("Why is the sky blue?"):
+    print(piece, end="", flush=True)
 """
 
+from billfish.llm.detokenizer import Alternative, Token
 from billfish.llm.evaluation import Evaluation, evaluate
 from billfish.llm.generation import Generation
 from billfish.llm.kv_cache import Cache
 from billfish.llm.model import Model, default_model, load
 
-__all__ = ["Cache", "Evaluation", "Generation", "Model", "default_model", "evaluate", "load"]
+__all__ = [
+    "Alternative",
+    "Cache",
+    "Evaluation",
+    "Generation",
+    "Model",
+    "Token",
+    "default_model",
+    "evaluate",
+    "load",
+]

@@ -13,11 +13,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from billfish.core.errors import DataError, ModelError, complaint
+from billfish.core.errors import DataError, ModelError, bad_argument, failure, type_of
 from billfish.core.extras import folder_of
 from billfish.llm import chat_template_process
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and what else the model's template reads
+RESERVED = {"messages", "tools"}  # variables of a template that have arguments of their own
 # What an interpreter may need to start, and the time zone. All else, such as tokens and keys, is none of a template's.
 ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 
@@ -37,18 +38,27 @@ class ChatTemplate:
         self._process: TemplateProcess | None = None
         try:
             if not isinstance(source, str):
-                raise TemplateFailed(f"a {type(source).__name__}")
+                raise TemplateFailed(f"it is {type_of(source)}, not a text")
             self._running()
         except TemplateFailed as error:
-            raise ModelError(complaint("llm.load", "tokenizer.chat_template", error, "a jinja2 template")) from None
+            problem = f"the model's jinja2 template (tokenizer.chat_template) cannot be used: {error}"
+            raise ModelError(failure("llm.load", problem)) from None
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """The text of a conversation, up to where the model's next answer begins. tools: functions that the model may
-        call, as OpenAI describes them; templates that know none ignore them."""
-        others = [type(message).__name__ for message in messages if not isinstance(message, Mapping)]
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+    ) -> str:
+        """Return the text of a conversation, up to where the model's next answer begins.
+
+        tools: functions that the model may call, as OpenAI describes them; templates that know none ignore them.
+        variables: others that the template reads, such as enable_thinking.
+        """
+        others = [message for message in messages if not isinstance(message, Mapping)]
         if others:
-            raise DataError(complaint("llm.chat", "messages", f"a {others[0]}", "a mapping for each message"))
-        names = {"messages": [dict(message) for message in messages], "add_generation_prompt": True, **self._tokens}
+            raise DataError(
+                bad_argument("llm.chat", "an item of messages", type_of(others[0]), "a dict with role and content")
+            )
+        given = {"messages": [dict(message) for message in messages]}
+        names = {"add_generation_prompt": True, **self._tokens, **variables, **given}
         if tools:
             names["tools"] = [dict(tool) for tool in tools]
         try:
@@ -59,8 +69,8 @@ class ChatTemplate:
                         return process.ask(names)
         except TemplateFailed as error:
             roles = [message.get("role") for message in messages]
-            got = f"messages of {roles} ({error})"
-            raise ModelError(complaint("llm.chat", "messages", got, "what the model's template accepts")) from None
+            problem = f"the model's chat template failed for messages with the roles {roles}: {error}"
+            raise ModelError(failure("llm.chat", problem)) from None
 
     def _running(self) -> TemplateProcess:
         """A process of this one that has compiled the template."""
@@ -90,7 +100,7 @@ class TemplateProcess:
                 start_new_session=True,  # Ctrl-C at the terminal is for us alone
             )
         except OSError as error:
-            raise TemplateFailed(f"no process to run it in ({error})") from None
+            raise TemplateFailed(f"its process does not start ({error})") from None
         self._end = weakref.finalize(self, _end, self._process, self._owner)
 
     def is_ours(self) -> bool:
@@ -102,7 +112,7 @@ class TemplateProcess:
         try:
             line = json.dumps(request).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise TemplateFailed(f"what is no JSON: {error}") from None
+            raise TemplateFailed(f"the messages are not JSON: {error}") from None
         answer = b""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -125,7 +135,7 @@ class TemplateProcess:
     def _why_ended(self) -> str:
         status = self._process.returncode
         if sys.platform != "win32" and status == -signal.SIGPROF:
-            return f"more than {chat_template_process.SECONDS} s of processor time"
+            return f"it ran for more than {chat_template_process.SECONDS} s"
         return f"its process ended with status {status}"
 
 

@@ -80,7 +80,7 @@ def to_json(
 def checked_text(text: str, request_bytes: int) -> str:
     longest = TEXT_LENGTH + TEXT_FACTOR * request_bytes
     if len(text) > longest:
-        raise ValueError(f"a text of {len(text)} characters, more than {longest}")
+        raise ValueError(f"its text has {len(text)} characters; the limit is {longest}")
     return text
 
 

@@ -16,7 +16,7 @@ from billfish.backends.cpu.experts import PackedExperts
 from billfish.backends.cpu.packed import PackedWeights, PlainWeights
 from billfish.backends.cpu.source import codes_of
 from billfish.core.activations import DIGITS, check_activations
-from billfish.core.errors import ModelError, complaint
+from billfish.core.errors import ModelError, failure
 from billfish.core.formats.structure import structure_of
 from billfish.core.mixture import GATES
 from billfish.core.quantized_experts import QuantizedExperts
@@ -175,8 +175,7 @@ class CpuDecoder(Decoder):
         """Raises unless there are kernels for the weights."""
         reason = why_never(tensor.format) or why_not(tensor.group_size, tensor.shape[-1])
         if reason:
-            got, takes = f"{tensor.format.name} weights ({reason})", "a format that the CPU engine multiplies with"
-            raise ModelError(complaint(CALL, name, got, takes))
+            raise ModelError(failure(CALL, f"the CPU cannot run {name} in {tensor.format.name}: {reason}"))
 
     # ---- computing ----------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from billfish.backends.cuda.driver import (
     free_bytes,
     synchronize,
 )
-from billfish.core.errors import BackendUnavailable, DataError, ModelError, complaint
+from billfish.core.errors import BackendUnavailable, DataError, ModelError, bad_argument, failure
 from billfish.core.typing import Activations
 from billfish.llm.cuda_kv_cache import CudaCache, PagePool
 from billfish.llm.cuda_weights import GpuWeights
@@ -76,9 +76,8 @@ class CudaDecoder(Decoder):
         self.chunk = CHUNK if self._hopper else FEW_CHUNK
         needed, free = tensors.packed_bytes(), free_bytes(ordinal)
         if needed > free and not tensors.converted:  # whose sizes nobody knows before
-            got = f"a model of {needed / 1e9:.1f} GB"
-            takes = f"one that fits {self._gpu.name}, which has {free / 1e9:.1f} GB left"
-            raise BackendUnavailable(complaint(CALL, "device", got, takes))
+            problem = f"the model needs {needed / 1e9:.1f} GB, and {self._gpu.name} has {free / 1e9:.1f} GB left"
+            raise BackendUnavailable(failure(CALL, problem, "Use device='cpu', or a smaller model."))
         self._lock = RLock()  # the stream and the memory of steps are for one call at a time
         self._ahead: Ahead | None = None
 
@@ -89,8 +88,8 @@ class CudaDecoder(Decoder):
             layers = [weights.layer(i) for i in range(self.config.layers)]
             embedding, head = weights.embedding_and_head()
         except OutOfMemory:
-            got = f"a model of which {weights.nbytes / 1e9:.1f} GB were packed when memory was full"
-            raise BackendUnavailable(complaint(CALL, "device", got, f"one that fits {self._gpu.name}")) from None
+            problem = f"{self._gpu.name} is out of memory after {weights.nbytes / 1e9:.1f} GB of the model"
+            raise BackendUnavailable(failure(CALL, problem, "Use device='cpu', or a smaller model.")) from None
         self.nbytes = weights.nbytes
         last_norm = sent(self.last_norm, self._ordinal)
         self._layers = DeviceDecoder(weights.shape(), layers, embedding, head, last_norm, ordinal=self._ordinal)
@@ -114,10 +113,10 @@ class CudaDecoder(Decoder):
     def check_activations(self, call: str, activations: str | None, usual: Activations | None) -> Activations | None:
         if activations is None or (activations in EIGHT_BITS and self._hopper):
             return cast("Activations | None", activations)
-        takes = (
+        expected = (
             " or ".join(map(repr, EIGHT_BITS)) + ", or none for x in float16" if self._hopper else "none: x is float16"
         )
-        raise DataError(complaint(call, "activations", repr(activations), f"{takes}, on {self._gpu.name}"))
+        raise DataError(bad_argument(call, "activations", repr(activations), f"{expected}, on {self._gpu.name}"))
 
     def __del__(self) -> None:
         """Waits for a step that is under way; then memory may go."""
@@ -207,8 +206,8 @@ class CudaDecoder(Decoder):
             for cache, tokens in passages:
                 positions, context = len(cache.tokens) + len(tokens), self.config.context
                 if positions > context:
-                    got = f"{positions} tokens with those of the cache"
-                    raise ModelError(complaint("llm.run", "tokens", got, f"at most {context}, the model's context"))
+                    problem = f"tokens and cache hold {positions} tokens; the model's context is {context}"
+                    raise ModelError(failure("llm.run", problem))
                 cache.reserve(positions)
             yield
 

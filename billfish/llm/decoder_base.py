@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
-from billfish.core.errors import DataError, ModelError, ShapeError, complaint
+from billfish.core.errors import DataError, ModelError, ShapeError, bad_argument, failure
 from billfish.core.typing import Activations, CacheType
 from billfish.llm.kv_cache import Cache, Floats, shared_length
 from billfish.llm.model_weights import ModelTensors
@@ -83,8 +83,8 @@ class Decoder(ABC):
     def set_cache_type(self, cache_type: CacheType) -> None:
         """Caches that are made from now on have such numbers; raises if the device has none."""
         if cache_type not in self.cache_types:
-            takes = " or ".join(map(repr, self.cache_types))
-            raise DataError(complaint("llm.load", "cache_type", repr(cache_type), f"{takes} on {self.device}"))
+            expected = " or ".join(map(repr, self.cache_types))
+            raise DataError(bad_argument("llm.load", "cache_type", repr(cache_type), f"{expected} on {self.device}"))
         self.cache_type = cache_type
 
     def go_on(
@@ -104,13 +104,13 @@ class Decoder(ABC):
         last = self.config.vocabulary - 1
         odd = next((token for token in tokens if not 0 <= token <= last), None)
         if odd is not None:
-            raise ModelError(complaint(call, argument, f"token {odd}", f"tokens from 0 to {last}"))
+            raise ModelError(failure(call, f"{argument} has the token {odd}", f"Expected tokens from 0 to {last}."))
 
     def check_cache(self, call: str, cache: Cache) -> None:
         """Raises unless the cache is this model's: another one's has other sizes, or keys that mean something else."""
         if cache.config is not self.config:
-            got, takes = f"one of another model ({cache.config.name})", "one that this model's cache() made"
-            raise ModelError(complaint(call, "cache", got, takes))
+            problem = f"the cache belongs to another model ({cache.config.name})"
+            raise ModelError(failure(call, problem, "Pass one of this model's cache()."))
 
     def check_hidden(self, hidden: Floats) -> None:
         """Raises unless they are hidden states of this model."""
@@ -119,17 +119,16 @@ class Decoder(ABC):
             or hidden.dtype != np.float32
             or hidden.shape[1:] != (self.config.hidden,)
         ):
-            got = f"{getattr(hidden, 'dtype', type(hidden).__name__)} of shape {getattr(hidden, 'shape', '?')}"
-            raise ShapeError(complaint("llm.logits", "hidden", got, f"float32 [m, {self.config.hidden}]"))
+            value = f"{getattr(hidden, 'dtype', type(hidden).__name__)} of shape {getattr(hidden, 'shape', '?')}"
+            raise ShapeError(bad_argument("llm.logits", "hidden", value, f"float32 [m, {self.config.hidden}]"))
 
     def check_prompt(self, tokens: list[int], call: str = "llm.generate") -> None:
         """Raises unless the model can take this prompt and answer with at least one token."""
         context = self.config.context
         if not tokens:
-            raise ModelError(complaint(call, "prompt", "no tokens", "at least one"))
+            raise ModelError(bad_argument(call, "prompt", "empty", "at least one token"))
         if len(tokens) > context:
-            got, takes = f"{len(tokens)} tokens", f"at most {context}, the model's context"
-            raise ModelError(complaint(call, "prompt", got, takes))
+            raise ModelError(failure(call, f"prompt has {len(tokens)} tokens; the model's context is {context}"))
         self.check_tokens(call, "prompt", tokens)
 
     @contextmanager
@@ -137,7 +136,7 @@ class Decoder(ABC):
         """With the locks of all caches, each of which is there once."""
         caches = {id(cache): cache for cache, _ in passages}
         if len(caches) < len(passages):
-            raise ModelError(complaint("llm.run", "passages", "a cache twice", "a cache for each text"))
+            raise ModelError(failure("llm.run", "two passages share a cache", "Pass one cache for each sequence."))
         for cache in caches.values():
             self.check_cache("llm.run", cache)
         with ExitStack() as locks:

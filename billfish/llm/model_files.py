@@ -14,7 +14,7 @@ from billfish.checkpoints.layouts.gguf import Metadata
 from billfish.checkpoints.names.gguf_names import EMBEDDING, HEAD, by_gguf_names, model_name
 from billfish.checkpoints.tokenizer import gguf_tokenizer, tokenizer_json
 from billfish.checkpoints.tokenizer.tokenizer import TOKEN_COST, Tokenizer
-from billfish.core.errors import ModelError, complaint
+from billfish.core.errors import ModelError, failure
 from billfish.core.files import is_affordable
 from billfish.models import ARCHITECTURES
 
@@ -41,8 +41,8 @@ class Source:
             n, k = (-(-extent // PADDING) * PADDING for extent in about.shape[-2:])
             cost += math.prod(about.shape[:-2]) * (MATRIX_COST + n * k * math.ceil(about.bits_per_weight / 8))
         if not is_affordable(cost, size):
-            got = f"{size} bytes of many small matrices, which would take {cost}"
-            raise ModelError(complaint(CALL, str(self.tensors.path), got, "larger ones"))
+            problem = f"{self.tensors.path} has too many small matrices: {size} bytes would need {cost} in memory"
+            raise ModelError(failure(CALL, problem))
 
     def name(self, tensor: str) -> str:
         """What the file calls a tensor, or would call it: what a user looks for."""
@@ -75,7 +75,7 @@ def _of_folder(checkpoint: Checkpoint, path: Path) -> Source:
     untied = checkpoint.config.get("tie_word_embeddings") is False
     for name in (EMBEDDING, HEAD) if untied else (EMBEDDING,):
         if name not in tensors:
-            raise ModelError(complaint(CALL, model_name(name) or name, "no such tensor", "a folder that has it"))
+            raise ModelError(failure(CALL, f"{checkpoint.path} has no tensor {model_name(name) or name}"))
     shape = tensors.describe(EMBEDDING).shape
     vocabulary = shape[0] if shape else 0
     _check_vocabulary(checkpoint, vocabulary)
@@ -87,5 +87,5 @@ def _check_vocabulary(checkpoint: Checkpoint, tokens: int) -> None:
     """Raises if there are more tokens than may be read for the sake of files of this size."""
     size = sum(file.size for file in checkpoint.files)
     if not is_affordable(tokens * TOKEN_COST, size):
-        got = f"{tokens} tokens in {size} bytes"
-        raise ModelError(complaint(CALL, str(checkpoint.path), got, "a vocabulary that fits its model"))
+        problem = f"{checkpoint.path} has {tokens} tokens in {size} bytes, which are too many"
+        raise ModelError(failure(CALL, problem))

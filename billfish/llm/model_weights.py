@@ -10,9 +10,10 @@ from typing import TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.checkpoints.entry import SUPPORTED
 from billfish.checkpoints.layouts.gguf import ggml_names
 from billfish.core.arrays import FLOATS
-from billfish.core.errors import ModelError, complaint
+from billfish.core.errors import ModelError, bad_argument, failure
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
@@ -70,8 +71,8 @@ class ModelTensors:
         kept = re.compile("|".join([UNUSED, *(rf"blk\.{i}\..*" for i in drafts)]))
         for name in self.source.tensors:
             if name not in used and not kept.fullmatch(name):
-                takes = f"a model made of what {self.config.architecture} models have"
-                raise ModelError(complaint(CALL, self.source.name(name), "a tensor that would not be used", takes))
+                problem = f"{self.config.architecture} models have no tensor {self.source.name(name)}"
+                raise ModelError(failure(CALL, problem))
 
     def has(self, name: str) -> bool:
         return name in self.source.tensors
@@ -141,7 +142,7 @@ class ModelTensors:
         """Numbers in memory of their own: a decoder keeps them, and somebody may overwrite the file."""
         tensor = self._tensor(name, shape)
         if not isinstance(tensor, np.ndarray):
-            raise ModelError(complaint(CALL, self.source.name(name), f"{tensor.format.name} numbers", "plain ones"))
+            raise ModelError(bad_argument(CALL, self.source.name(name), tensor.format.name, "unquantized"))
         return np.array(tensor, np.float32, order="C")
 
     def bias(self, part: Matrix | Stack) -> Floats | None:
@@ -159,7 +160,7 @@ class ModelTensors:
         if name is not None:
             divisors = self._numbers(name, (rope.size // 2,))
             if not (np.isfinite(divisors) & (divisors > 0)).all():
-                raise ModelError(complaint(CALL, self.source.name(name), "numbers that are not positive", "divisors"))
+                raise ModelError(failure(CALL, f"{self.source.name(name)} has RoPE factors that are not positive"))
         return rope.frequencies(divisors)
 
     def _factors(self) -> str | None:
@@ -174,12 +175,12 @@ class ModelTensors:
         """Raises unless the file has such a tensor."""
         own = self.source.name(name)
         if not self.has(name):
-            raise ModelError(complaint(CALL, own, "no such tensor", f"a {self.config.architecture} model that has it"))
+            raise ModelError(failure(CALL, f"the model has no tensor {own}, which {self.config.architecture} needs"))
         about = self.source.tensors.describe(name)
         if about.unsupported:
-            types = f"a type that can be run: {', '.join([*ggml_names(), 'F32', 'F16', 'BF16'])}"
-            takes = types if about.layout == "gguf" else "a layout that docs/checkpoints.md lists"
-            raise ModelError(complaint(CALL, own, about.unsupported, takes))
+            types = f"Supported are {', '.join([*ggml_names(), 'F32', 'F16', 'BF16'])}."
+            fix = types if about.layout == "gguf" else SUPPORTED
+            raise ModelError(failure(CALL, f"{own} is not supported: {about.unsupported}", fix))
         _check_shape(own, about.shape, shape)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor | ExpertTensor:
@@ -201,8 +202,8 @@ class ModelTensors:
         """Raises if its numbers are of a type that no product takes."""
         if isinstance(tensor, np.ndarray) and not (tensor.dtype.isnative and tensor.dtype.name in FLOATS):
             *types, last = FLOATS
-            takes = f"quantized ones, {', '.join(types)} or {last}"
-            raise ModelError(complaint(CALL, self.source.name(name), f"{tensor.dtype} weights", takes))
+            expected = f"a quantized type, {', '.join(types)} or {last}"
+            raise ModelError(bad_argument(CALL, f"dtype of {self.source.name(name)}", tensor.dtype, expected))
         return tensor
 
     def _seen(self, part: Matrix | Stack, tensor: AnyTensor) -> AnyTensor:
@@ -214,4 +215,4 @@ class ModelTensors:
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if shape != expected:
-        raise ModelError(complaint(CALL, name, f"shape {shape}", f"{expected}, as the metadata says"))
+        raise ModelError(bad_argument(CALL, f"shape of {name}", shape, f"{expected}, as the metadata says"))

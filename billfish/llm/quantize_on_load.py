@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 
-from billfish.checkpoints.checkpoint import Checkpoint, load
+from billfish.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from billfish.checkpoints.mixes import Mix, mix_named
 from billfish.checkpoints.names.gguf_names import by_gguf_names
 from billfish.checkpoints.reports import Remark, by_reason
 from billfish.checkpoints.write.selection import Quantization, Rule
 from billfish.core.arrays import FLOATS
-from billfish.core.errors import DataError, complaint
+from billfish.core.errors import DataError, failure
 from billfish.core.format import parse_format
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array
@@ -42,7 +41,7 @@ class Quantizer:
         such as "Q4_K_M", for the model at `path`. method, statistics: as in :func:`billfish.quantize_checkpoint`."""
         check_method(CALL, method)
         if method == "gptq" and statistics is None:
-            raise DataError(complaint(CALL, "statistics", "None", "statistics with X^T X, for method 'gptq'"))
+            raise DataError(failure(CALL, "method 'gptq' needs statistics= with X^T X"))
         if statistics is not None and not isinstance(statistics, Statistics):
             statistics = Statistics.load(statistics)
         mix = mix_named(wanted, "billfish", CALL)
@@ -50,7 +49,7 @@ class Quantizer:
         self.left: list[Remark] = []
         rules = _rules(mix, path) if mix else ()
         self._how = Quantization(format, group_size, method, rules, statistics=statistics)
-        checkpoint = load(path)
+        checkpoint = open_checkpoint(path)
         self._how.check_statistics(checkpoint)
         self._check_effect(wanted, by_gguf_names(checkpoint))
 
@@ -60,28 +59,27 @@ class Quantizer:
         chosen = [about for about in abouts if self._how.choice(about.name, about.name, about.shape)]
         formats = {about.format.name for about in chosen if about.format is not None}
         if formats and all(about.format is not None for about in chosen):
-            held = f"{checkpoint.path.name} is quantized already, to {', '.join(sorted(formats))}"
+            held = f"{checkpoint.path.name} is already quantized ({', '.join(sorted(formats))})"
             raise DataError(
                 f"{CALL}: {held}, so quantize={wanted!r} has no effect. Leave it out, or quantize the file again:"
                 " billfish quantize --requantize."
             )
 
-    def report(self, out: TextIO, name: Callable[[str], str]) -> None:
-        """One line for each reason why matrices had to stay. name: what the file calls a tensor."""
-        for line in by_reason([Remark(name(remark.name), remark.reason) for remark in self.left]):
-            print(f"not quantized: {line}", file=out)
+    def report(self, name: Callable[[str], str]) -> list[str]:
+        """Return one line for each reason why matrices had to stay. name: what the file calls a tensor."""
+        return by_reason([Remark(name(remark.name), remark.reason) for remark in self.left])
 
     def __call__(self, name: str, tensor: Tensor | ExpertTensor) -> Tensor | ExpertTensor:
         """A tensor of the model, by its name in GGUF."""
         choice = self._how.choice(name, name, tensor.shape)
         if choice is not None and isinstance(tensor, (QuantizedTensor, QuantizedExperts)):
-            self.left.append(Remark(name, f"quantized already, to {tensor.format.name}"))
+            self.left.append(Remark(name, f"already quantized ({tensor.format.name})"))
         if choice is None or not isinstance(tensor, np.ndarray) or tensor.dtype.name not in FLOATS:
             return tensor
         format, group_size = choice
         k = tensor.shape[-1]
         if k % format.block_size:
-            self.left.append(Remark(name, f"K = {k} is no multiple of {format.block_size}, as {format.name} needs"))
+            self.left.append(Remark(name, f"K = {k} is not a multiple of {format.block_size}, as {format.name} needs"))
             return tensor
 
         def quantized(matrix: Array, expert: int | None = None) -> QuantizedTensor:
@@ -95,6 +93,6 @@ class Quantizer:
 
 def _rules(mix: Mix, path: Path) -> tuple[Rule, ...]:
     """A mix goes by the tensors of a whole model, which headers tell."""
-    checkpoint = by_gguf_names(load(path))
+    checkpoint = by_gguf_names(open_checkpoint(path))
     shapes = {name: checkpoint.describe(name).shape for name in checkpoint}
     return tuple(Rule(*rule) for rule in mix.rules(CALL, shapes, shapes))

@@ -1,4 +1,4 @@
-"""Which token comes next, from the scores of all of them."""
+"""Sampling: which token comes next, from the logits."""
 
 from __future__ import annotations
 
@@ -8,27 +8,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import DataError, complaint
+from billfish.core.errors import DataError, bad_argument, explained
 
-MOST_CHANGE = 1000  # of a score: far more than scores differ, and far from where float32 ends
+if TYPE_CHECKING:
+    from billfish.llm.grammar import Matcher
+
+Scored = tuple[int, float]  # a token, and the logarithm of its probability
+MOST_CHANGE = 1000  # of a logit: far more than logits differ, and far from where float32 ends
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose. Temperature 0 takes the best token, always; random numbers and limits then do not matter.
+    """How to choose the next token. At temperature 0 decoding is greedy, and random numbers and limits do not matter.
 
-    Scores first get what the text so far and the caller say. repetition_penalty: scores of tokens that are in the
-    prompt or in the answer are divided by it where positive, else multiplied (1: as they are). frequency_penalty and
-    presence_penalty: a token that is n times in the answer loses n times the one, and once the other. logit_bias: what
-    is added to the scores of tokens.
+    First the logits change. repetition_penalty: logits of tokens in the prompt or the answer are divided by it where
+    positive, else multiplied (1: unchanged). frequency_penalty, presence_penalty: a token that is n times in the
+    answer loses n times the one, and once the other. logit_bias: {token: number}, added to the logits.
 
-    Then the temperature makes them probabilities. top_k: only among so many best tokens (0: all). top_p: only among the
-    best whose probabilities add up to it. min_p: only among those with at least this part of the best one's
-    probability.
+    Then the temperature makes them probabilities, and tokens are dropped.
+    top_k: keep the K likeliest tokens (0: all).
+    top_p: nucleus sampling: keep the smallest set of tokens with total probability top_p.
+    min_p: drop tokens less than min_p times as likely as the best one.
+    seed: of the random numbers. call: the name that errors begin with.
+
+        >>> from billfish.llm.sampler import Sampling
+        >>> Sampling(temperature=0.7, top_p=0.9, seed=1).sampler().choose(np.array([0.0, 9.0], np.float32))
+        1
     """
 
     temperature: float = 0.0
@@ -44,10 +54,10 @@ class Sampling:
     call: InitVar[str] = "llm.generate"  # that errors name
 
     def __post_init__(self, call: str) -> None:
-        whole = "a whole number from 0 on"
+        whole = "an integer, 0 or more"
         change = f"a number from -{MOST_CHANGE} to {MOST_CHANGE}"
-        for name, good, takes in (
-            ("temperature", _is_number(self.temperature, 0, math.inf), "a number from 0 on"),
+        for name, good, expected in (
+            ("temperature", _is_number(self.temperature, 0, math.inf), "0 or more"),
             ("top_k", _is_number(self.top_k, 0, None, Integral), whole),
             ("top_p", _is_number(self.top_p, 0, 1) and self.top_p > 0, "a number above 0, up to 1"),
             ("min_p", _is_number(self.min_p, 0, 1), "a number from 0 to 1"),
@@ -68,15 +78,15 @@ class Sampling:
             ),
         ):
             if not good:
-                raise DataError(complaint(call, name, repr(getattr(self, name)), takes))
+                raise DataError(bad_argument(call, name, repr(getattr(self, name)), expected))
 
     def sampler(self, prompt: Sequence[int] = ()) -> Sampler:
-        """A fresh one for the answer to a prompt: the same settings and scores give the same tokens."""
+        """Make a sampler for the answer to a prompt. The same settings and logits give the same tokens."""
         return Sampler(self, prompt)
 
 
 def _is_number(value: object, least: float, most: float | None, kind: type = Real) -> bool:
-    """Whether it is a finite number of that kind, in these bounds. True and False are none."""
+    """Whether it is a finite number of that kind, in these bounds. Booleans are not."""
     if isinstance(value, bool) or not isinstance(value, kind):
         return False
     number: float = value  # type: ignore[assignment]  # NumPy's numbers are registered, too
@@ -84,8 +94,7 @@ def _is_number(value: object, least: float, most: float | None, kind: type = Rea
 
 
 class Sampler:
-    """Chooses the tokens of an answer one after another; it has the state of the random numbers, and remembers what the
-    penalties are for."""
+    """Chooses the tokens of one answer. It holds the state of the random numbers and of the penalties."""
 
     def __init__(self, how: Sampling, prompt: Sequence[int] = ()) -> None:
         self.how = how
@@ -94,12 +103,12 @@ class Sampler:
 
     @property
     def needs_scores(self) -> bool:
-        """Whether it must see the scores: a GPU knows temperature, top_k and top_p alone."""
+        """Whether the sampler must see the logits: a GPU knows temperature, top_k and top_p alone."""
         return self.how.min_p > 0 or self._adjusts
 
     @property
     def takes_best(self) -> bool:
-        """Whether it takes the token with the best score, whatever the others have."""
+        """Whether decoding is greedy: the token with the largest logit is enough."""
         return self.how.temperature == 0 and not self.needs_scores
 
     @cached_property
@@ -114,54 +123,106 @@ class Sampler:
         return np.random.default_rng(self.how.seed)  # when it is first needed: NumPy takes a while to import that
 
     def peek(self) -> float:
-        """The random number, from 0 to below 1, of the next token."""
+        """Return the random number of the next token, from 0 to below 1."""
         if self._next is None:
             self._next = 0.0 if self.how.temperature == 0 else float(self._random.random())
         return self._next
 
     def move_on(self) -> None:
-        """The next token was chosen: the one after it has another random number."""
+        """Note that the next token was chosen: the one after it has another random number."""
         self.peek()
         self._next = None
 
-    def choose(self, scores: NDArray[np.float32]) -> int:
-        """The next token, from the scores [vocabulary]."""
-        token = choose_token(self.adjusted(scores), self.how, self.peek())
+    def choose(self, logits: NDArray[np.float32]) -> int:
+        """Choose the next token from the logits [vocabulary]."""
+        token = choose_token(self.adjusted(logits), self.how, self.peek())
         self.move_on()
         if self._adjusts:
             self._seen.add(token)
             self._counts[token] += 1
         return token
 
-    def adjusted(self, scores: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The scores with penalties and biases."""
+    def adjusted(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the logits with penalties and biases."""
         if not self._adjusts:
-            return scores
-        how, scores = self.how, scores.copy()
+            return logits
+        how, logits = self.how, logits.copy()
         if how.repetition_penalty != 1 and self._seen:
             seen = np.fromiter(self._seen, np.intp)
-            factors = np.where(scores[seen] > 0, 1 / how.repetition_penalty, how.repetition_penalty)
-            scores[seen] *= factors.astype(np.float32)
+            factors = np.where(logits[seen] > 0, 1 / how.repetition_penalty, how.repetition_penalty)
+            logits[seen] *= factors.astype(np.float32)
         if self._counts:
             there = np.fromiter(self._counts, np.intp)
             counts = np.fromiter(self._counts.values(), np.float64)
-            scores[there] -= (counts * how.frequency_penalty + how.presence_penalty).astype(np.float32)
+            logits[there] -= (counts * how.frequency_penalty + how.presence_penalty).astype(np.float32)
         for token, bias in how.logit_bias.items():
-            scores[token] += bias
-        return scores
+            logits[token] += bias
+        return logits
+
+
+class RequestSampler(Sampler):
+    """A sampler with a grammar and log probabilities. An error in the grammar is kept in `error`, so that the other
+    sequences of the batch go on.
+
+    scored: the token that was chosen last, then the best ones, where log probabilities were asked for.
+    """
+
+    def __init__(
+        self, how: Sampling, prompt: Sequence[int] = (), matcher: Matcher | None = None, logprobs: int | None = None
+    ) -> None:
+        """matcher: which tokens a grammar allows. logprobs: how many of the best tokens `scored` has."""
+        super().__init__(how, prompt)
+        self._matcher, self._logprobs = matcher, logprobs
+        self.scored: list[Scored] = []
+        self.error = ""
+
+    @property
+    def needs_scores(self) -> bool:
+        return self._matcher is not None or self._logprobs is not None or super().needs_scores
+
+    @property
+    def complete(self) -> bool:
+        """Whether the grammar leaves nothing to add."""
+        return self._matcher is not None and self._matcher.complete
+
+    def adjusted(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        logits = super().adjusted(logits)
+        return logits if self._matcher is None else np.where(self._matcher.allowed(), logits, np.float32(-np.inf))
+
+    def choose(self, logits: NDArray[np.float32]) -> int:
+        try:
+            token = super().choose(logits)
+            if self._matcher is not None:
+                self._matcher.take(token)
+        except Exception as error:
+            self.error = explained(error)
+            return 0  # nobody takes it
+        if self._logprobs is not None:
+            self.scored = with_best(logits, token, self._logprobs)
+        return token
+
+
+def with_best(logits: NDArray[np.float32], token: int, count: int) -> list[Scored]:
+    """Return a token and the `count` best ones, best first, with their log probabilities."""
+    exact = logits.astype(np.float64)
+    exact -= exact.max()
+    exact -= np.log(np.exp(exact).sum())
+    near = np.sort(np.argpartition(-exact, count - 1)[:count]) if count else np.empty(0, np.intp)
+    best = near[np.argsort(-exact[near], kind="stable")]
+    return [(int(i), float(exact[i])) for i in (token, *best)]
 
 
 UNIT = 2.0**40  # probabilities are whole numbers of 1 / UNIT of the best one's, so that no sum depends on its order
 
 
-def choose_token(scores: NDArray[np.float32], how: Sampling, random: float) -> int:
-    """The token where the sum of probabilities, in the order of tokens, passes `random` of the whole.
+def choose_token(logits: NDArray[np.float32], how: Sampling, random: float) -> int:
+    """Return the token where the cumulative probability, in the order of tokens, passes `random` of the whole.
 
     backends/cuda/choose.cu does the same on the GPU, without min_p.
     """
     if how.temperature == 0:
-        return int(scores.argmax())
-    powers = np.exp((scores.astype(np.float64) - float(scores.max())) / how.temperature)
+        return int(logits.argmax())
+    powers = np.exp((logits.astype(np.float64) - float(logits.max())) / how.temperature)
     weights = np.floor(powers * UNIT).astype(np.uint64)
     weights[~_kept(weights, how)] = 0
     weights[weights < np.uint64(how.min_p * UNIT)] = 0
@@ -170,7 +231,7 @@ def choose_token(scores: NDArray[np.float32], how: Sampling, random: float) -> i
 
 
 def _kept(weights: NDArray[np.uint64], how: Sampling) -> NDArray[np.bool_]:
-    """The tokens that top_k and then top_p leave; of equal ones, the first."""
+    """Which tokens top_k and then top_p leave; of equal ones, the first."""
     count = len(weights)
     if how.top_k == 0 and how.top_p == 1:
         return np.ones(count, np.bool_)
@@ -187,7 +248,7 @@ def _kept(weights: NDArray[np.uint64], how: Sampling) -> NDArray[np.bool_]:
 
 
 def best_of(weights: NDArray[np.uint64], count: int) -> NDArray[np.intp]:
-    """The tokens of the largest weights, largest first; of equal ones, the first comes first."""
+    """Return the tokens of the largest weights, largest first; of equal ones, the first comes first."""
     limit = np.partition(weights, len(weights) - count)[len(weights) - count]
     above, equal = np.flatnonzero(weights > limit), np.flatnonzero(weights == limit)
     above = above[np.argsort(~weights[above], kind="stable")]  # ~ sorts the other way

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import CheckpointError, ModelError, complaint
+from billfish.core.errors import CheckpointError, ModelError, bad_argument, failure
 from billfish.models.description import (
     Activation,
     Attention,
@@ -136,7 +136,7 @@ class Architecture:
 
     # Hyperparameters.
     settings: ClassVar[dict[str, str]] = {}  # of config.json beside SIZES, and GGUF's fields for them
-    defaults: ClassVar[dict[str, Any]] = {}  # what transformers takes for settings that a config.json does not name
+    defaults: ClassVar[dict[str, Any]] = {}  # what transformers expected for settings that a config.json does not name
     fixed: ClassVar[dict[str, Any]] = {}  # settings that GGUF has no field for: these values alone are run
     biases: ClassVar[dict[str, str]] = {}  # settings that say whether modules have a bias
     hidden_acts: ClassVar[tuple[str, ...]] = ("silu",)
@@ -185,10 +185,12 @@ class Architecture:
                 heads = next(iter(set(heads) - {0}), None) if len(set(heads) - {0}) == 1 else heads
             if not isinstance(heads, int) or heads < 1:
                 takes = "the number of heads, the same in all layers"
-                raise CheckpointError(complaint(CONFIG_CALL, f"{self.gguf}.{field}", repr(heads), takes))
+                raise CheckpointError(bad_argument(CONFIG_CALL, f"{self.gguf}.{field}", repr(heads), takes))
             n = shape[0] if shape else 0
             if n % (2 * heads) or n == 0:
-                raise CheckpointError(complaint(CONFIG_CALL, name, f"{n} rows for {heads} heads", "an even number each"))
+                raise CheckpointError(
+                    failure(CONFIG_CALL, f"{name} has {n} rows for {heads} heads, not an even number each")
+                )
             return Difference(rows=neighbours(n, heads))
         if name == "ffn_gate_inp_shexp.weight":  # a matrix of one row, which is a vector in GGUF
             return Difference(folder_axis=0)
@@ -211,14 +213,14 @@ class Architecture:
         for name in NEEDED:
             most = MOST_LAYERS if name == "num_hidden_layers" else (1 << 31) - 1
             if type(config.get(name)) is not int or not 1 <= config[name] <= most:
-                raise UnknownModel(complaint(CONFIG_CALL, name, repr(config.get(name)), "a positive size"))
+                raise UnknownModel(bad_argument(CONFIG_CALL, name, repr(config.get(name)), "a positive integer"))
         self.check(config)
         heads, rule = config["num_attention_heads"], self.rule(config)
         head_size = config.get("head_dim") or self.head_dim or config["hidden_size"] // heads
         kv_heads = config.get("num_key_value_heads") or heads
         for name, size in (("head_dim", head_size), ("num_key_value_heads", kv_heads)):
             if type(size) is not int or not 1 <= size <= LARGEST_HEAD:
-                raise UnknownModel(complaint(CONFIG_CALL, name, repr(size), f"a size from 1 to {LARGEST_HEAD}"))
+                raise UnknownModel(bad_argument(CONFIG_CALL, name, repr(size), f"1 to {LARGEST_HEAD}"))
         known = {
             **config,
             "num_key_value_heads": kv_heads,
@@ -243,7 +245,7 @@ class Architecture:
         """Raise for settings that change what a decoder computes, and that GGUF has no field for."""
 
         def refuse_setting(name: str, takes: str) -> None:
-            raise CheckpointError(complaint(CONFIG_CALL, name, repr(config[name]), f"{takes} for {self.gguf}"))
+            raise CheckpointError(bad_argument(CONFIG_CALL, name, repr(config[name]), f"{takes} for {self.gguf}"))
 
         for name in ("hidden_act", "hidden_activation"):
             if config.get(name) and config[name] not in self.hidden_acts:
@@ -253,11 +255,11 @@ class Architecture:
         for name, only in self.fixed.items():
             if config.get(name, only) != only:
                 raise CheckpointError(
-                    complaint(CONFIG_CALL, name, repr(config[name]), f"{only!r} for {self.model_type}")
+                    bad_argument(CONFIG_CALL, name, repr(config[name]), f"{only!r} for {self.model_type}")
                 )
         share = self.rule(config).rotary_share
         if not self.partial_rotation and share != 1:
-            raise CheckpointError(complaint(CONFIG_CALL, "partial_rotary_factor", share, f"1 for {self.gguf}"))
+            raise CheckpointError(bad_argument(CONFIG_CALL, "partial_rotary_factor", share, f"1 for {self.gguf}"))
 
     def _context(self, config: Config) -> int | None:
         limits = [config.get("max_position_embeddings")]
@@ -275,8 +277,8 @@ class Architecture:
             own = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", step))
             return {} if own == step else {field: int(number("sliding_window_pattern", own))}
         if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
-            takes = f"{layers} of {SLIDING} or {FULL}"
-            raise CheckpointError(complaint(CONFIG_CALL, "layer_types", repr(kinds)[:80], takes))
+            expected = f"{layers} of {SLIDING} or {FULL}"
+            raise CheckpointError(bad_argument(CONFIG_CALL, "layer_types", repr(kinds)[:80], expected))
         narrow = [kind == SLIDING for kind in kinds]
         return {} if narrow == [(i + 1) % step != 0 for i in range(layers)] else {field: narrow}
 
@@ -322,8 +324,8 @@ class Architecture:
         """The model that GGUF's fields describe. Raises ModelError for one that cannot be run."""
         hidden, layers = f.size("embedding_length"), self.layers(f)
         causal = f.get("attention.causal", True)
-        refuse(not causal, "attention.causal", causal, "true: a token sees those before it, and no others")
-        refuse(layers < 1, "block_count", layers, "at least one layer, whose tensors tell all sizes")
+        refuse(not causal, "attention.causal", causal, "true (causal attention)")
+        refuse(layers < 1, "block_count", layers, "at least one layer")
         refuse(layers > MOST_LAYERS, "block_count", layers, f"at most {MOST_LAYERS} layers")
         return Model(
             name=str(f.metadata.get("general.name", self.gguf)),
@@ -358,8 +360,8 @@ class Architecture:
     def _rope_size(self, f: Fields) -> int:
         head_size = f.size("attention.key_length", self.head_size(f, 0))
         size = f.size("rope.dimension_count", head_size)
-        takes = f"an even number up to {head_size}"
-        refuse(size not in range(2, head_size + 1, 2), "rope.dimension_count", size, takes)
+        expected = f"an even number up to {head_size}"
+        refuse(size not in range(2, head_size + 1, 2), "rope.dimension_count", size, expected)
         return size
 
     def head_size(self, f: Fields, i: int) -> int:
@@ -410,7 +412,7 @@ class Architecture:
         kv_heads = f.size("attention.head_count_kv", heads, i)
         key_size, value_size = (f.number(f"attention.{name}_length", size) for name in ("key", "value"))
         refuse(heads < 1, "attention.head_count", heads, "a positive size")
-        refuse(value_size != key_size, "attention.value_length", value_size, f"{key_size}, the length of keys")
+        refuse(value_size != key_size, "attention.value_length", value_size, f"{key_size}, the key length")
         refuse(
             kv_heads < 1 or heads % kv_heads != 0, "attention.head_count_kv", kv_heads, f"a divisor of {heads} heads"
         )
@@ -449,8 +451,8 @@ class Architecture:
         """Positions that layer i attends to; 0: all. required: the file must say how long a window is."""
         name = "attention.sliding_window"
         window = f.size(name, None if required else 0)
-        takes = "the length of a window" if required else "the length of a window, or 0 for none"
-        refuse(window < int(required), name, window, takes)
+        expected = "the length of a window" if required else "the length of a window, or 0 for none"
+        refuse(window < int(required), name, window, expected)
         return window if self.is_narrow(f, i) else 0
 
     def is_narrow(self, f: Fields, i: int) -> bool:
@@ -461,12 +463,12 @@ class Architecture:
             refuse(pattern < 0, name, pattern, "a number of layers, or a list")
             return pattern == 0 or (i + 1) % pattern != 0
         listed = pattern if isinstance(pattern, (list, tuple, np.ndarray)) else []
-        refuse(len(listed) < layers, name, f"{len(listed)} layers", f"{layers}, or the step of layers that see all")
+        refuse(len(listed) < layers, name, f"{len(listed)} layers", f"{layers}, or the step of full attention")
         return bool(listed[i])
 
     def feed_forward(self, f: Fields, i: int) -> FeedForward:
         count = f.size("expert_count", 0)
-        refuse(count != 0, "expert_count", count, f"no mixture of experts in {self.gguf}")
+        refuse(count != 0, "expert_count", count, f"0: {self.gguf} has no experts")
         return self.dense(f, i, f.size("feed_forward_length", layer=i))
 
     def dense(self, f: Fields, i: int, size: int, suffix: str = "", *, joined: bool = False) -> Dense:
@@ -496,14 +498,14 @@ class Architecture:
         count, hidden, at = f.size("expert_count", 0), f.size("embedding_length"), f"blk.{i}."
         refuse(count < 1, "expert_count", count, "at least one expert")
         chosen = f.size("expert_used_count")
-        takes = f"a number from 1 to {count}, the experts there are"
-        refuse(not 1 <= chosen <= count, "expert_used_count", chosen, takes)
+        expected = f"1 to {count}, the number of experts"
+        refuse(not 1 <= chosen <= count, "expert_used_count", chosen, expected)
         groups = f.size("expert_group_count", 1)
-        refuse(groups > 1 and not grouped, "expert_group_count", groups, "1: experts are chosen among all of them")
+        refuse(groups > 1 and not grouped, "expert_group_count", groups, "1: groups of experts are not supported")
         groups_used = f.size("expert_group_used_count", groups)
         gating = f.number("expert_gating_func", GATING[scores][0])
-        takes = f"{' or '.join(map(str, GATING[scores]))}, a {scores}"
-        refuse(gating not in GATING[scores], "expert_gating_func", gating, takes)
+        expected = f"{' or '.join(map(str, GATING[scores]))} ({scores})"
+        refuse(gating not in GATING[scores], "expert_gating_func", gating, expected)
         size = f.size("expert_feed_forward_length", f.get("feed_forward_length"))
         refuse(size % 16 != 0 or size < 0, "expert_feed_forward_length", size, "a multiple of 16")
         router = Router(
@@ -547,9 +549,9 @@ def of_config(config: Config, path: Path | str) -> Architecture:
     for each in Architecture.known:
         if each.model_type == config.get("model_type"):
             return each
-    got = f"model_type {config.get('model_type')!r}" if config else "no config.json beside it"
-    takes = f"a config.json whose model_type is one of {', '.join(each.model_type for each in Architecture.known)}"
-    raise UnknownModel(complaint(CONFIG_CALL, str(path), got, takes))
+    what = f"model_type {config.get('model_type')!r} in config.json" if config else "no config.json"
+    fix = f"Supported are {', '.join(each.model_type for each in Architecture.known)}."
+    raise UnknownModel(failure(CONFIG_CALL, f"{path} has {what}", fix))
 
 
 def describe(metadata: Mapping[str, Any], vocabulary: int, tensors: Container[str] | None = None) -> Model:
@@ -558,6 +560,6 @@ def describe(metadata: Mapping[str, Any], vocabulary: int, tensors: Container[st
     architecture = of_gguf(metadata)
     if architecture is None:
         names = dict.fromkeys(each.gguf for each in Architecture.known)
-        got = repr(metadata.get("general.architecture"))
-        raise ModelError(complaint(CALL, "general.architecture", got, ", ".join(names)))
+        problem = f"the architecture {metadata.get('general.architecture')!r} is not supported"
+        raise ModelError(failure(CALL, problem, f"Supported are {', '.join(names)}."))
     return architecture.model(Fields(metadata, architecture.gguf, tensors), vocabulary)

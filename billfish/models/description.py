@@ -28,8 +28,7 @@ class Vector:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix [rows, columns]. It is `name`.weight in the file, or some rows of it: from `first` on, or those `chosen`.
-    """
+    """A matrix [rows, columns]. It is `name`.weight in the file, or some of its rows: from `first` on, or `chosen`."""
 
     name: str
     rows: int
@@ -62,8 +61,8 @@ class Stack:
 
 @dataclass(frozen=True)
 class Convolution:
-    """A causal convolution over the last `taps` tokens, each channel for itself: `name`.weight [channels, taps]. Its few
-    numbers are never quantized."""
+    """A causal convolution over the last `taps` tokens, each channel for itself: `name`.weight [channels, taps]. It
+    is never quantized."""
 
     name: str
     channels: int
@@ -144,8 +143,8 @@ class ShortConvolution:
 
 @dataclass(frozen=True)
 class Mamba2:
-    """A selective state space with a state S [state size, head size] per head. Rows of the projection are those of z, of
-    x, b and c, which go through SiLU(convolution), and of the steps, one for each head:
+    """A selective state space with a state S [state size, head size] per head. Rows of the projection are those of z,
+    of x, b and c, which go through SiLU(convolution), and of the steps, one for each head:
 
     t = softplus(steps + step); S = exp(decay t) S + b (t x)^T; out = S^T c + skip x
 

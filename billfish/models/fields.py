@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-from billfish.core.errors import CheckpointError, ModelError, complaint
+from billfish.core.errors import CheckpointError, ModelError, bad_argument, failure
 
 CALL, CONFIG_CALL = "llm.load", "load"
 LARGEST = 1e300  # of numbers: larger ones, and those that are none, are refused
@@ -30,7 +30,7 @@ class Fields:
     def number(self, name: str, default: float | None = None, layer: int | None = None) -> float:
         value = self.get(name, default)
         if value is None:
-            raise ModelError(complaint(CALL, f"{self.architecture}.{name}", "no such field", "a file that has it"))
+            raise ModelError(failure(CALL, f"the model has no field {self.architecture}.{name}"))
         if layer is not None and isinstance(value, (list, tuple)):
             refuse(layer >= len(value), name, f"{len(value)} layers", f"one number, or one for each layer ({layer})")
             value = value[layer]
@@ -53,23 +53,23 @@ class Fields:
         return value
 
 
-def refuse(condition: bool, name: str, got: object, takes: str) -> None:
+def refuse(condition: bool, name: str, value: object, expected: str) -> None:
     """Raise ModelError for a field, if the condition holds."""
     if condition:
-        raise ModelError(complaint(CALL, name, got, takes))
+        raise ModelError(bad_argument(CALL, name, value, expected))
 
 
 def number(name: str, value: Any) -> int | float:
     """A setting that a field can hold. Numbers that are wrong for a model are refused where it is run."""
     if not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
-        raise CheckpointError(complaint(CONFIG_CALL, name, repr(value), "a number"))
+        raise CheckpointError(bad_argument(CONFIG_CALL, name, repr(value), "a number"))
     return value
 
 
 def positive(name: str, value: Any) -> float:
     """A setting as it is; raises unless it is positive, and a float can hold it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
-        raise CheckpointError(complaint(CONFIG_CALL, name, repr(value), "a positive number"))
+        raise CheckpointError(bad_argument(CONFIG_CALL, name, repr(value), "a positive number"))
     return value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument
 from billfish.models.architecture import (
     CAPS,
     FULL,
@@ -98,7 +98,7 @@ class Gemma3(Gemma2):
         rule = section(section(config, "rope_parameters"), SLIDING)
         kind = rule.get("rope_type", "default")
         if kind != "default":
-            raise CheckpointError(complaint(CONFIG_CALL, f"rope_parameters.{SLIDING}", repr(kind), "'default'"))
+            raise CheckpointError(bad_argument(CONFIG_CALL, f"rope_parameters.{SLIDING}", repr(kind), "'default'"))
         local = rule.get("rope_theta") or config.get("rope_local_base_freq") or LOCAL_THETA
         return {**super().fields(config), "rope.freq_base_swa": float(positive("rope_local_base_freq", local))}
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument
 from billfish.models.architecture import (
     FULL,
     POST_NORMS,
@@ -98,8 +98,8 @@ class Gemma4(Architecture):
         whole = [i for i in range(layers) if not narrow[i]]
         sizes = {of_layer(i, "head_dim", config.get("global_head_dim") or 512) for i in whole}
         if len(sizes) != 1:
-            takes = "one size of heads for all layers without a window"
-            raise CheckpointError(complaint(CONFIG_CALL, "per_layer_config", sorted(sizes), takes))
+            expected = "one size of heads for all layers without a window"
+            raise CheckpointError(bad_argument(CONFIG_CALL, "per_layer_config", sorted(sizes), expected))
         [size] = sizes
         kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         full_heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
@@ -117,7 +117,7 @@ class Gemma4(Architecture):
             }
         local = section(section(config, "rope_parameters"), SLIDING)
         if local.get("rope_type", "default") != "default":
-            raise CheckpointError(complaint(CONFIG_CALL, f"rope_parameters.{SLIDING}", repr(local), "'default'"))
+            raise CheckpointError(bad_argument(CONFIG_CALL, f"rope_parameters.{SLIDING}", repr(local), "'default'"))
         head_size = fields["attention.key_length"]
         return fields | {
             "attention.head_count_kv": listed if len(set(listed)) > 1 else listed[0],

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument
 from billfish.models.architecture import FULL, Architecture, Config, Field, expert_modules, expert_settings
 from billfish.models.description import Convolution, FeedForward, Mamba2, Matrix, Mixer, Vector
 from billfish.models.difference import NEGATIVE_EXPONENTIAL, Difference
@@ -104,14 +104,14 @@ class GraniteHybrid(GraniteMoe):
         endless = last == math.inf or last == {"__float__": "Infinity"}
         if first != 0 or not endless:
             takes = "0 and infinity: GGUF has no field for it"
-            raise CheckpointError(complaint(CONFIG_CALL, "time_step_limit", [first, last], takes))
+            raise CheckpointError(bad_argument(CONFIG_CALL, "time_step_limit", [first, last], takes))
 
     def fields(self, config: Config) -> dict[str, Field]:
         fields, layers = super().fields(config), config["num_hidden_layers"]
         kinds = config.get("layer_types") or config.get("layers_block_type") or [LINEAR] * layers
         if len(kinds) != layers or any(kind not in KINDS for kind in kinds):
             takes = f"{layers} of {', '.join(KINDS)}"
-            raise CheckpointError(complaint(CONFIG_CALL, "layer_types", repr(kinds)[:80], takes))
+            raise CheckpointError(bad_argument(CONFIG_CALL, "layer_types", repr(kinds)[:80], takes))
         heads = int(number("num_key_value_heads", fields["attention.head_count_kv"]))
         fields |= {
             "attention.head_count_kv": [heads if KINDS[kind] == FULL else 0 for kind in kinds],

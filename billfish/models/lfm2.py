@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Container
 from typing import Any
 
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument
 from billfish.models.architecture import (
     EXPERT_SIZE,
     FULL,
@@ -57,7 +57,11 @@ class Lfm2(Architecture):
 
     def completed(self, config: Config) -> dict[str, Any]:
         whole = super().completed(config)
-        aliases = {"rms_norm_eps": "norm_eps", "intermediate_size": "block_ff_dim", "tie_word_embeddings": "tie_embedding"}
+        aliases = {
+            "rms_norm_eps": "norm_eps",
+            "intermediate_size": "block_ff_dim",
+            "tie_word_embeddings": "tie_embedding",
+        }
         return whole | {name: whole[alias] for name, alias in aliases.items() if alias in whole}
 
     def fields(self, config: Config) -> dict[str, Field]:
@@ -66,7 +70,7 @@ class Lfm2(Architecture):
         kinds = config.get("layer_types") or [FULL if i in attention else CONVOLUTION for i in range(layers)]
         if len(kinds) != layers or any(kind not in (CONVOLUTION, FULL) for kind in kinds):
             takes = f"{layers} of {CONVOLUTION} or {FULL}"
-            raise CheckpointError(complaint(CONFIG_CALL, "layer_types", repr(kinds)[:80], takes))
+            raise CheckpointError(bad_argument(CONFIG_CALL, "layer_types", repr(kinds)[:80], takes))
         heads = int(number("num_key_value_heads", fields["attention.head_count_kv"]))
         return fields | {
             "attention.head_count_kv": [heads if kind == FULL else 0 for kind in kinds],

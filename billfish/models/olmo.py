@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument
 from billfish.models.architecture import (
     FULL,
     NORMALIZED,
@@ -79,8 +79,8 @@ class Olmo3(Olmo2):
         rule = section(section(config, "rope_parameters"), SLIDING)
         theta, own = self.rule(config).theta, rule.get("rope_theta", self.rule(config).theta)
         if rule.get("rope_type", "default") != "default" or own != theta:
-            takes = f"the base {theta} of the other layers, not scaled: GGUF has no field for it"
-            raise CheckpointError(complaint(CONFIG_CALL, f"rope_parameters.{SLIDING}", repr(rule), takes))
+            expected = f"the base {theta} of the other layers, not scaled, because GGUF has no field for it"
+            raise CheckpointError(bad_argument(CONFIG_CALL, f"rope_parameters.{SLIDING}", repr(rule), expected))
 
     def rope_settings(self, fields: Fields, rule: dict[str, Any]) -> dict[str, Any]:
         narrow = {"rope_type": "default", "rope_theta": rule["rope_theta"]}

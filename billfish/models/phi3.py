@@ -28,5 +28,5 @@ class Phi3(Architecture):
 
     def feed_forward(self, f: Fields, i: int) -> FeedForward:
         count = f.size("expert_count", 0)
-        refuse(count != 0, "expert_count", count, f"no mixture of experts in {self.gguf}")
+        refuse(count != 0, "expert_count", count, f"0: {self.gguf} has no experts")
         return self.dense(f, i, f.size("feed_forward_length"), joined=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Container
 from typing import Any, ClassVar
 
 import numpy as np
 
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument
 from billfish.models.architecture import EXPERT_SIZE, FULL, Architecture, Config, Field, expert_modules, expert_settings
 from billfish.models.description import Block, Convolution, FeedForward, GatedDeltaNet, Matrix, Mixer, Vector
 from billfish.models.difference import NEGATIVE_EXPONENTIAL, PLUS_ONE, Difference, tiled
@@ -103,7 +102,7 @@ class Qwen35(Architecture):
         kinds, step = config.get("layer_types"), config.get("full_attention_interval") or STEP
         if kinds is not None and (len(kinds) != layers or any(kind not in (LINEAR, FULL) for kind in kinds)):
             takes = f"{layers} of {LINEAR} or {FULL}"
-            raise CheckpointError(complaint(CONFIG_CALL, "layer_types", repr(kinds)[:80], takes))
+            raise CheckpointError(bad_argument(CONFIG_CALL, "layer_types", repr(kinds)[:80], takes))
         linear = [(i + 1) % step != 0 for i in range(layers)] if kinds is None else [kind == LINEAR for kind in kinds]
         step = linear.index(False) + 1 if False in linear else layers + 1
         drafts = int(config.get("mtp_num_hidden_layers") or 0)
@@ -197,7 +196,10 @@ class Qwen35Moe(Qwen35):
         | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
     )
     settings = (
-        Qwen35.settings | expert_settings("num_experts") | EXPERT_SIZE | {"shared_expert_intermediate_size": SHARED_SIZE}
+        Qwen35.settings
+        | expert_settings("num_experts")
+        | EXPERT_SIZE
+        | {"shared_expert_intermediate_size": SHARED_SIZE}
     )
 
     def completed(self, config: Config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Qwen3-Next: as Qwen 3.5 MoE, with the products of a delta net as two matrices, in which each key head has its rows."""
+"""Qwen3-Next: as Qwen 3.5 MoE, with the products of a delta net as two matrices, in which each key head has rows."""
 
 from __future__ import annotations
 

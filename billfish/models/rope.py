@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument, failure
 from billfish.models.fields import CONFIG_CALL, Fields, positive, refuse, section
 
 ROTARY_FACTORS = "rope_freqs.weight"
@@ -156,7 +156,9 @@ class Rule:
             return section(rule, self.layer_type)
         plain = isinstance(rule, dict) and not any(isinstance(part, dict) for part in rule.values())
         if not plain:
-            raise CheckpointError(complaint(CONFIG_CALL, "rope_scaling", repr(rule), f"one of {', '.join(SCALINGS)}"))
+            raise CheckpointError(
+                bad_argument(CONFIG_CALL, "rope_scaling", repr(rule), f"one of {', '.join(SCALINGS)}")
+            )
         return dict(rule)
 
     @property
@@ -178,16 +180,18 @@ class Rule:
         kind = rule.get("rope_type", rule.get("type", "default"))
         kind = "longrope" if kind == "su" else kind
         if kind not in SCALINGS:
-            raise CheckpointError(complaint(CONFIG_CALL, "rope_scaling", repr(kind), f"one of {', '.join(SCALINGS)}"))
+            raise CheckpointError(
+                bad_argument(CONFIG_CALL, "rope_scaling", repr(kind), f"one of {', '.join(SCALINGS)}")
+            )
         numbers = {name: rule.get(name) for name in NEEDED[kind]}
         if ORIGINAL in numbers:
             numbers[ORIGINAL] = rule.get(ORIGINAL) or self.config.get(ORIGINAL)
         numbers |= {name: rule[name] for name in OPTIONAL.get(kind, ()) if rule.get(name)}
         checked = {name: positive(f"rope_scaling.{name}", number) for name, number in numbers.items()}
         if kind == "yarn" and rule.get("truncate", True) != self.whole_ramp:
-            takes = f"{self.whole_ramp} for {self.config.get('model_type')}: GGUF has no field for it"
+            expected = f"{self.whole_ramp} for {self.config.get('model_type')}, because GGUF has no field for it"
             got = repr(rule.get("truncate", True))
-            raise CheckpointError(complaint(CONFIG_CALL, "rope_scaling.truncate", got, takes))
+            raise CheckpointError(bad_argument(CONFIG_CALL, "rope_scaling.truncate", got, expected))
         return kind, checked
 
     def fields(self) -> dict[str, int | float | str]:
@@ -234,8 +238,8 @@ class Rule:
 
 def _divisors(name: str, listed: Any, pairs: int) -> NDArray[np.float32]:
     if not isinstance(listed, list) or len(listed) != pairs:
-        got = f"{len(listed)} numbers" if isinstance(listed, list) else repr(listed)
-        raise CheckpointError(complaint(CONFIG_CALL, f"rope_scaling.{name}", got, f"a list of {pairs}"))
+        found = f"a list of {len(listed)}" if isinstance(listed, list) else repr(listed)
+        raise CheckpointError(bad_argument(CONFIG_CALL, f"rope_scaling.{name}", found, f"a list of {pairs} numbers"))
     return np.array([positive(f"rope_scaling.{name}", number) for number in listed], np.float32)
 
 
@@ -256,7 +260,8 @@ def llama3_rule(factors: NDArray[np.float32], theta: float) -> dict[str, float]:
     """The rule that these divisors follow from; raises if it is not Llama 3's."""
     rule = {"factor": float(factors.max()), **LLAMA3}
     if not np.allclose(llama3_factors(2 * len(factors), theta, rule), factors, rtol=1e-5):
-        raise CheckpointError(complaint(CONFIG_CALL, ROTARY_FACTORS, "divisors of another rule", "those of Llama 3"))
+        problem = f"{ROTARY_FACTORS} is not Llama 3's RoPE scaling: it cannot be converted"
+        raise CheckpointError(failure(CONFIG_CALL, problem))
     return rule
 
 
@@ -268,9 +273,9 @@ def rule_of(scaling: Mapping[str, Any], theta: float, factors: Mapping[str, NDAr
         lists = {"long_factor": factors[LONG_FACTORS].tolist(), "short_factor": factors[SHORT_FACTORS].tolist()}
         return {"rope_type": "longrope", **original, "attention_factor": scaling.get("attn_factor", 1.0), **lists}
     if kind not in ("none", "linear", "yarn") or (kind != "none" and divisors is not None):
-        got = f"rotary positions scaled by {kind!r}" + ("" if divisors is None else f" and by {ROTARY_FACTORS}")
-        takes = "'none', 'linear', 'yarn', 'longrope' or Llama 3's divisors: nothing else is translated"
-        raise CheckpointError(complaint(CONFIG_CALL, "rope.scaling.type", got, takes))
+        found = repr(kind) if divisors is None else f"{kind!r} beside {ROTARY_FACTORS}"
+        expected = "'none', 'linear', 'yarn', 'longrope', or the factors of Llama 3"
+        raise CheckpointError(bad_argument(CONFIG_CALL, "rope.scaling.type", found, expected))
     if kind == "none":
         return {} if divisors is None else {"rope_type": "llama3", **llama3_rule(divisors, theta)}
     rule = {"rope_type": kind, "factor": scaling["factor"], **original}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument
 from billfish.models.architecture import Architecture, Config
 from billfish.models.description import Attention
 from billfish.models.fields import CONFIG_CALL, Fields
@@ -23,9 +23,9 @@ class SmolLM3(Architecture):
         step, listed = config.get("no_rope_layer_interval", STEP), config.get("no_rope_layers")
         usual = [int((i + 1) % STEP != 0) for i in range(config["num_hidden_layers"])]
         if (listed is None and step != STEP) or (listed is not None and listed != usual):
-            got = repr(listed)[:80] if listed is not None else f"every {step}"
-            takes = f"every {STEP}th layer: GGUF has no field for it"
-            raise CheckpointError(complaint(CONFIG_CALL, "no_rope_layers", got, takes))
+            got = repr(listed)[:80] if listed is not None else f"every {step}th layer"
+            expected = f"every {STEP}th layer, because GGUF has no field for it"
+            raise CheckpointError(bad_argument(CONFIG_CALL, "no_rope_layers", got, expected))
 
     def mixer(self, f: Fields, i: int) -> Attention:
         return self.attention(f, i, rope=None if (i + 1) % STEP == 0 else 0)

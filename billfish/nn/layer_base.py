@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, overload
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, o
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import BackendUnavailable, DTypeError, FormatError, ShapeError, complaint
+from billfish.core.errors import BackendUnavailable, DTypeError, FormatError, ShapeError, bad_argument, failure, type_of
 from billfish.core.format import Format, get_format
 from billfish.core.storage import ArraySpec
 from billfish.core.tensor import QuantizedTensor, check_permutation
@@ -27,14 +28,21 @@ if TYPE_CHECKING:
 
 
 class MarlinLinear:
-    """A linear layer with quantized weights: y = x @ W.T + bias, x [..., K] -> y [..., N].
+    """A linear layer with quantized weights: y = x @ W.T + bias, x [..., K] -> y [..., N]. `QuantizedLinear` is the
+    same class.
 
-    ``bf.MarlinLinear(in_features, out_features, format="fp4")`` makes a layer of zeros, and
-    ``bf.MarlinLinear.from_linear(linear, format="fp4", group_size=128)`` quantizes one. Both give the layer of a
-    framework, :class:`billfish.nn.torch.MarlinLinear` or :class:`billfish.nn.mlx.MarlinLinear`, subclasses of this one.
+    ``bf.QuantizedLinear(in_features, out_features, format="fp4")`` makes a layer of zeros, and
+    ``bf.QuantizedLinear.from_linear(linear, format="fp4", group_size=128)`` quantizes one. Both give the layer of a
+    framework, :class:`billfish.nn.torch.MarlinLinear` or :class:`billfish.nn.mlx.MarlinLinear`, subclasses of this
+    one.
 
     arguments, settings: sizes and options, which the layer of the framework takes.
-    framework: "torch" or "mlx", where it cannot be told.
+    framework: "torch" or "mlx", where both are imported, or both installed and none imported.
+
+        >>> import torch
+        >>> layer = bf.QuantizedLinear.from_linear(torch.nn.Linear(64, 8), format="fp4", group_size=32)
+        >>> layer(torch.ones(2, 64)).shape
+        torch.Size([2, 8])
     """
 
     kind: str  # as in billfish.core.arrays
@@ -81,7 +89,11 @@ class MarlinLinear:
 
     @classmethod
     def from_linear(cls, linear: Any, format: FormatLike = "fp4", **settings: Any) -> Any:
-        """Quantize a torch.nn.Linear or an mlx.nn.Linear; see the framework's class for the settings."""
+        """Quantize a torch.nn.Linear or an mlx.nn.Linear.
+
+        linear: the layer. format: as in :func:`billfish.quantize`. settings: those of the framework's class:
+        group_size, method, importance, hessian, activations.
+        """
         return layer_class("from_linear", linear).from_linear(linear, format, **settings)
 
     def saved_layers(self) -> dict[str, Self]:
@@ -99,6 +111,9 @@ class MarlinLinear:
         activations = "" if self.activations == "exact" else f", activations={self.activations}"
         order = ", act_order=True" if act_order else ""
         return f"{sizes}, format={self.format}, group_size={self.group_size}, bits={bits:g}{activations}{order}"
+
+
+QuantizedLinear = MarlinLinear  # the name that MLX and others have for such a layer
 
 
 # ---- which framework -------------------------------------------------------------------------------------------------
@@ -129,30 +144,30 @@ def register_layer(cls: LayerClass) -> LayerClass:
 
 def layer_of(framework: str | None) -> Any:
     """Our layer for a framework by its name; without one, for the only one that is imported or, else, installed."""
-    call, takes = "MarlinLinear", " or ".join(f"framework={kind!r}" for kind in FRAMEWORKS)
+    call, expected = "MarlinLinear", " or ".join(f"framework={kind!r}" for kind in FRAMEWORKS)
     if framework is None:
         imported = [kind for kind in FRAMEWORKS if sys.modules.get(kind) is not None]
         present = imported or [kind for kind in FRAMEWORKS if importlib.util.find_spec(kind)]
         if len(present) != 1:
-            got = (
-                f"{' and '.join(present)}, all {'imported' if imported else 'installed'}" if present else "none of them"
-            )
-            raise BackendUnavailable(complaint(call, "framework", got, takes))
+            if not present:
+                raise BackendUnavailable(failure(call, "neither torch nor mlx is installed", "Install one of them."))
+            problem = f"{' and '.join(present)} are {'imported' if imported else 'installed'}"
+            raise BackendUnavailable(failure(call, problem, f"Choose with {expected}."))
         (framework,) = present
     if framework not in FRAMEWORKS:
-        raise FormatError(complaint(call, "framework", repr(framework), takes))
+        raise FormatError(bad_argument(call, "framework", repr(framework), expected))
     try:
         importlib.import_module(FRAMEWORKS[framework].layer)
     except ModuleNotFoundError as error:
-        raise BackendUnavailable(f"[{call}] {error}: framework={framework!r} needs it") from None
+        raise BackendUnavailable(failure(call, f"framework={framework!r} is not installed ({error})")) from None
     return _layers[framework]
 
 
 def check_framework(framework: str, kind: str) -> None:
     """Raises unless a layer was asked for that is of the framework of its class."""
     if framework != kind:
-        takes = f"{kind!r}; billfish.MarlinLinear takes both"
-        raise FormatError(complaint("MarlinLinear", "framework", repr(framework), takes))
+        expected = f"{kind!r}. billfish.MarlinLinear accepts both"
+        raise FormatError(bad_argument("MarlinLinear", "framework", repr(framework), expected))
 
 
 def framework_of(call: str, module: object) -> str:
@@ -161,7 +176,10 @@ def framework_of(call: str, module: object) -> str:
         theirs = sys.modules.get(framework.modules)
         if theirs is not None and isinstance(module, theirs.Module):
             return kind
-    raise DTypeError(complaint(call, "module", f"a {type(module).__name__}", "a torch.nn.Module or an mlx.nn.Module"))
+    expected = "a torch.nn.Module or an mlx.nn.Module"
+    if isinstance(module, (str, os.PathLike)):
+        expected += ". For files, use bf.quantize_checkpoint"
+    raise DTypeError(bad_argument(call, "module", type_of(module), expected))
 
 
 def layer_class(call: str, module: object) -> Any:
@@ -249,12 +267,12 @@ class Kit(Protocol):
 
 
 def check_weights(call: str, tensor: Any, bias: Any) -> None:
-    """Raises unless a layer can be made of these."""
+    """Raise unless a layer can be made of these."""
     if not isinstance(tensor, QuantizedTensor):
-        raise DTypeError(complaint(call, "tensor", f"a {type(tensor).__name__}", "a QuantizedTensor"))
+        raise DTypeError(bad_argument(call, "tensor", type_of(tensor), "a QuantizedTensor"))
     n = tensor.shape[0]
     if bias is not None and tuple(bias.shape) != (n,):
-        raise ShapeError(complaint(call, "bias", f"shape {tuple(bias.shape)}", f"({n},)"))
+        raise ShapeError(bad_argument(call, "bias.shape", tuple(bias.shape), f"({n},)"))
 
 
 def order_of(
@@ -264,7 +282,7 @@ def order_of(
     if permutation is None:
         return tensor.permutation
     if tensor.permutation is not None:
-        raise FormatError(complaint(call, "permutation", "a value", "none beside a tensor that has its own"))
+        raise FormatError(failure(call, "the tensor has its own permutation", "Leave permutation= out."))
     return check_order(call, permutation, tensor.shape[1], features)
 
 
@@ -275,8 +293,8 @@ def check_order(call: str, order: Any, k: int, features: int | None = None) -> N
     order = np.asarray(order)
     fits = order.shape == (k,) and order.dtype.kind in "iu" and len(np.unique(order)) == k
     if not fits or order.min() < 0 or order.max() >= features:
-        got = f"{order.dtype} of shape {order.shape}" + (f", up to {order.max()}" if order.size else "")
-        raise ShapeError(complaint(call, "permutation", got, f"{k} different ones of 0..{features - 1}"))
+        found = f"{order.dtype} of shape {order.shape}" + (f", up to {order.max()}" if order.size else "")
+        raise ShapeError(bad_argument(call, "permutation", found, f"{k} different indices of 0 to {features - 1}"))
     return order.astype(np.int32)
 
 

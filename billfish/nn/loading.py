@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from billfish.checkpoints import Checkpoint, load
+from billfish.checkpoints import Checkpoint, open_checkpoint
 from billfish.checkpoints.names.gguf_names import by_model_names
 from billfish.core.arrays import ADAPTERS
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument, failure
 from billfish.core.progress import Progress
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import Activations
@@ -29,18 +29,31 @@ def load_into(
     strict: bool = True,
     progress: bool = True,
 ) -> ModelReport:
-    """Load a checkpoint into a model, in place and without changing a bit of its quantized weights.
+    """Load a checkpoint into a torch or MLX model, in place and without changing a bit of its quantized weights.
 
     model: a torch.nn.Module or an mlx.nn.Module. Each Linear whose matrix the checkpoint has in a quantized format
-    becomes a MarlinLinear, and experts that are quantized become layers of stacks, whether the checkpoint has them as
-    stacks or one by one; everything else is loaded as numbers, quantized embeddings too.
-    source: what bf.load takes, or returned. GGUF names are translated to those of transformers and mlx-lm.
+    becomes a MarlinLinear, and quantized experts become layers of stacks, whether the checkpoint has them as stacks or
+    one by one. Everything else is loaded unquantized, embeddings too.
+    source: what :func:`billfish.open_checkpoint` takes, or returned. GGUF names are translated to those of
+    transformers and mlx-lm.
     rename: from the model's name of a parameter to the checkpoint's, such as lambda name: "model." + name.
+    activations: as in :func:`billfish.quantized_linear`, for the layers.
     strict: whether it is an error if the model has no place for a tensor of the checkpoint, or the checkpoint has a
     quantized matrix without the bias that the model's layer has. If not, such a layer keeps its own bias.
-    An error leaves the model as it was, unless the file itself turns out to be damaged.
+    progress: whether to draw a bar on terminals.
+
+    Returns a ModelReport. Raises CheckpointError for a checkpoint that does not fit; the model is then as it was,
+    unless the file itself turns out to be damaged.
+
+        >>> import torch
+        >>> arrays = {"0.weight": bf.quantize(np.ones((8, 64), np.float32), "q8_0"), "0.bias": np.zeros(8, np.float32)}
+        >>> saved = bf.save(arrays, "weights.safetensors", progress=False)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8))
+        >>> report = bf.load_into(model, "weights.safetensors", progress=False)
+        >>> round(model(torch.ones(1, 64))[0, 0].item())
+        64
     """
-    weights = by_model_names(source if isinstance(source, Checkpoint) else load(source))
+    weights = by_model_names(source if isinstance(source, Checkpoint) else open_checkpoint(source))
     rename = rename or (lambda name: name)
     kit = kit_of("load_into", model)
     adapter = next(adapter for adapter in ADAPTERS if adapter.kind == kit.layer_type.kind)
@@ -53,8 +66,8 @@ def load_into(
     used = {rename(f"{path}.{part}") for path in paths for part in ("weight", "bias")} | set(numbers.values())
     spare = sorted(weights.keys() - used)
     if spare and strict:
-        got = f"{len(spare)} tensors that the model has no place for, such as {spare[0]!r}"
-        raise CheckpointError(complaint("load_into", "source", got, "a checkpoint of this very model, or strict=False"))
+        problem = f"the model has no layer for {len(spare)} tensors of the checkpoint, such as {spare[0]!r}"
+        raise CheckpointError(failure("load_into", problem, "Pass strict=False to ignore them."))
     for own, linear, _ in linears:
         _check_layer(weights, rename, own, linear.weight.shape, getattr(linear, "bias", None), strict)
     for path, module, _ in experts:
@@ -119,13 +132,13 @@ def _check_layer(
     if bias_name in weights:
         _check_shape(bias_name, weights.describe(bias_name).shape, path, shape[:-1])
     elif strict and bias is not None:
-        takes = f"{bias_name!r} beside {name!r}, or strict=False, which keeps the bias of {path}"
-        raise CheckpointError(complaint("load_into", "source", f"no {bias_name!r}", takes))
+        problem = f"the checkpoint has {name!r} without {bias_name!r}"
+        raise CheckpointError(failure("load_into", problem, f"Pass strict=False to keep the bias of {path}."))
 
 
 def _check_shape(name: str, shape: tuple[int, ...], own: str, wanted: Any) -> None:
     if shape != tuple(wanted):
-        raise CheckpointError(complaint("load_into", name, f"shape {shape}", f"{tuple(wanted)} for {own}"))
+        raise CheckpointError(bad_argument("load_into", f"shape of {name}", shape, f"{tuple(wanted)} for {own}"))
 
 
 def _is_matrix(weights: Checkpoint, name: str) -> bool:
@@ -142,8 +155,7 @@ def _numbers(
     held = {id(plain[name]) for name in found}
     missing = sorted(name for name, array in plain.items() if id(array) not in held)
     if missing:
-        got = (
-            f"no {rename(missing[0])!r}, nor {len(missing) - 1} others" if missing[1:] else f"no {rename(missing[0])!r}"
-        )
-        raise CheckpointError(complaint("load_into", "source", got, "a checkpoint of this very model, or `rename`"))
+        others = f" and {len(missing) - 1} others" if missing[1:] else ""
+        problem = f"the checkpoint has no {rename(missing[0])!r}{others}, which the model needs"
+        raise CheckpointError(failure("load_into", problem, "Load a checkpoint of this model, or pass rename=."))
     return found

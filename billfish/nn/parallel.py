@@ -23,13 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from billfish.checkpoints import Checkpoint
-from billfish.core.errors import CheckpointError, ShapeError, complaint
+from billfish.core.errors import CheckpointError, ShapeError, bad_argument, failure
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import Activations
 from billfish.nn.torch.expert_layers import MarlinExperts
 from billfish.nn.torch.linear import MarlinLinear, autocast
 from billfish.nn.torch.weights import ARRAYS
+
+__all__ = ["ColumnParallelLinear", "ParallelExperts", "RowParallelLinear", "Share", "llama_plan", "parallel_layer"]
 
 Span = tuple[int, int]
 
@@ -39,8 +41,8 @@ Span = tuple[int, int]
 
 def part_of_a_layer(layer: MarlinLinear) -> CheckpointError:
     """The error for a layer that is to be saved, although other processes have the rest of its matrix."""
-    got = f"a {type(layer).__name__}, a part of a matrix"
-    return CheckpointError(complaint("save", "model", got, "whole layers: save before the model is spread"))
+    problem = f"{type(layer).__name__} holds only a part of its matrix"
+    return CheckpointError(failure("save", problem, "Save the model before it is distributed."))
 
 
 class ColumnParallelLinear(MarlinLinear):
@@ -128,8 +130,8 @@ def cut(total: int, unit: int, ranks: int, what: str) -> list[Span]:
     """[0, total) in one span for each rank, at multiples of `unit`, as even as that allows."""
     units = -(-total // unit)
     if units < ranks:
-        takes = f"at most {units}, as {what} can be cut into {units} parts of {unit}"
-        raise ShapeError(complaint("parallel", "processes", ranks, takes))
+        expected = f"at most {units}: {what} can be split into {units} parts of {unit}"
+        raise ShapeError(bad_argument("parallel", "processes", ranks, expected))
     bounds = [min(total, unit * (units * rank // ranks)) for rank in range(ranks + 1)]
     return list(itertools.pairwise(bounds))
 
@@ -147,12 +149,23 @@ Plan = dict[str, Share]
 
 
 def llama_plan(weights: Checkpoint, key_value_heads: int, ranks: int, rank: int) -> Plan:
-    """A plan for models with Llama's layers: shares by the path of the layer.
+    """Plan how the layers of a Llama-shaped model are cut over processes.
 
-    Queries, keys, values, gate and up are column-parallel, the output of attention and down row-parallel; an output
-    layer `lm_head` is column-parallel and gathered. Stacks of experts are cut as gate, up and down. Attention is cut
-    between key/value heads; gpt-oss's is not. A block of which some matrix is not quantized stays whole on every
-    process, as does everything that the plan does not name.
+    Queries, keys, values, gate and up are column-parallel, the output of attention and down row-parallel; an LM head
+    is column-parallel and gathered. Stacks of experts are cut as gate, up and down. Attention is cut between key/value
+    heads; gpt-oss's is not. A block of which some matrix is not quantized stays whole on every process, as does
+    everything that the plan does not name.
+
+    weights: a checkpoint under transformers' names. key_value_heads: of the model. ranks, rank: the number of
+    processes, and which one this is.
+
+    Returns shares by the path of the layer. Raises ShapeError where a matrix cannot be cut into so many parts.
+
+        >>> from billfish.checkpoints.names.gguf_names import by_model_names
+        >>> from billfish.nn.parallel import llama_plan
+        >>> weights = by_model_names(bf.open_checkpoint("model.gguf"))
+        >>> llama_plan(weights, key_value_heads=2, ranks=2, rank=1)["model.layers.0.self_attn.k_proj"].span
+        (32, 64)
     """
     plan: Plan = {}
 
@@ -234,7 +247,7 @@ def read_share(
     rows, columns = (share.span, None) if share.style == "column" else (None, share.span)
     tensor = weights.read(name, rows=rows, columns=columns)
     if not isinstance(tensor, (QuantizedTensor, QuantizedExperts)):
-        raise CheckpointError(complaint("parallel", name, "an array that is not quantized", "a quantized matrix"))
+        raise CheckpointError(bad_argument("parallel", name, "not quantized", "a quantized matrix"))
     order = None if columns is None else weights.permutation(name)
     return tensor, order if order is None or columns is None else order[slice(*columns)]
 
@@ -249,7 +262,25 @@ def bias_share(bias: Any, share: Share, rank: int) -> Any:
 def parallel_layer(
     weights: Checkpoint, path: str, share: Share, mesh: DeviceMesh, *, activations: Activations = "exact"
 ) -> ColumnParallelLinear | RowParallelLinear:
-    """The layer at `path` of a checkpoint, cut as a plan says."""
+    """Make one process's part of the layer at `path` of a checkpoint. Only its bytes are read.
+
+    weights: the checkpoint. share: of a plan. mesh: the processes. activations: as in
+    :func:`billfish.quantized_linear`.
+
+    Returns a ColumnParallelLinear or a RowParallelLinear.
+
+        >>> import torch.distributed as dist
+        >>> from billfish.checkpoints.names.gguf_names import by_model_names
+        >>> from billfish.nn.parallel import llama_plan, parallel_layer
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        >>> weights = by_model_names(bf.open_checkpoint("model.gguf"))
+        >>> path = "model.layers.0.mlp.down_proj"
+        >>> share = llama_plan(weights, key_value_heads=2, ranks=1, rank=0)[path]
+        >>> parallel_layer(weights, path, share, mesh).out_features
+        64
+        >>> dist.destroy_process_group()
+    """
     tensor, order = read_share(weights, path, share)
     assert isinstance(tensor, QuantizedTensor)
     name = f"{path}.bias"

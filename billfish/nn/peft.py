@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from billfish.core.errors import FormatError, complaint
+from billfish.core.errors import FormatError, bad_argument, failure
 from billfish.core.extras import missing
 from billfish.nn.torch.linear import MarlinLinear
 
@@ -29,11 +29,24 @@ try:
 except ImportError as error:
     raise missing("peft", "peft", error) from error
 
+__all__ = ["MarlinLoraLinear"]
+
 QUANTIZED = "_quantized"  # the quantized layer while its adapters are merged; no submodule, as it is not in use
 
 
 class MarlinLoraLinear(LoraLinear):
-    """A MarlinLinear with LoRA adapters: y = x @ W.T + bias + scaling * x @ A.T @ B.T."""
+    """A MarlinLinear with LoRA adapters: y = x @ W.T + bias + scaling * x @ A.T @ B.T. peft makes it.
+
+    base_layer: the MarlinLinear. adapter_name, config, settings: peft's.
+
+        >>> import torch
+        >>> from peft import LoraConfig, get_peft_model
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> report = bf.quantize_model(model, "q8_0", progress=False)
+        >>> tuned = get_peft_model(model, LoraConfig(target_modules=["0"], r=4))
+        >>> type(tuned.base_model.model[0]).__name__
+        'MarlinLoraLinear'
+    """
 
     def __init__(self, base_layer: Any, adapter_name: str, config: LoraConfig, **settings: Any) -> None:
         check_config(config)
@@ -75,15 +88,14 @@ class MarlinLoraLinear(LoraLinear):
 
 
 def check_config(config: LoraConfig) -> None:
-    """Raises for what peft would compute from weights that are numbers."""
-    takes = "plain LoRA on quantized layers"
+    """Raise FormatError for options of peft that need unquantized weights."""
     variants = ("use_dora", "use_qalora", "use_bdlora", "arrow_config", "alora_invocation_tokens", "velora_config")
     for name in variants:
         if getattr(config, name, None):
-            raise FormatError(complaint("LoraConfig", name, "a value", takes))
+            raise FormatError(failure("LoraConfig", f"{name} is not supported on quantized layers", "Use plain LoRA."))
     if config.init_lora_weights not in (True, False, "gaussian"):
-        takes = "True, False or 'gaussian' on quantized layers"
-        raise FormatError(complaint("LoraConfig", "init_lora_weights", repr(config.init_lora_weights), takes))
+        expected = "True, False or 'gaussian' on quantized layers"
+        raise FormatError(bad_argument("LoraConfig", "init_lora_weights", repr(config.init_lora_weights), expected))
 
 
 def dispatch_marlin(target: Any, adapter_name: str, config: LoraConfig, **settings: Any) -> Any:

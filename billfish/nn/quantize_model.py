@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from billfish.core.activations import check_activations
-from billfish.core.errors import DataError, DTypeError, FormatError, ShapeError, complaint
+from billfish.core.errors import DataError, DTypeError, FormatError, ShapeError, bad_argument, failure, type_of
 from billfish.core.format import get_format
 from billfish.core.progress import Progress
 from billfish.core.typing import Activations, FormatLike, Method
@@ -33,7 +33,15 @@ class Replaced(NamedTuple):
 
 @dataclass
 class ModelReport:
-    """What quantize_model did; printed, it is a short table."""
+    """What :func:`quantize_model` and :func:`load_into` did. Printed, it is a short table.
+
+    replaced: the layers that were quantized, each with its path, format and bytes.
+
+        >>> import torch
+        >>> report = bf.quantize_model(torch.nn.Sequential(torch.nn.Linear(64, 8)), "q8_0", progress=False)
+        >>> [layer.path for layer in report.replaced], report.bytes_before, report.bytes_after
+        (['0'], 2048, 544)
+    """
 
     replaced: list[Replaced] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)  # path of a module with a matrix -> why it stayed as it was
@@ -83,32 +91,44 @@ def quantize_model(
     progress: bool = True,
     **options: str,
 ) -> ModelReport:
-    """Replace the Linear layers of a torch.nn.Module or an mlx.nn.Module by MarlinLinear, in place.
+    """Quantize the linear layers of a torch or MLX model, in place.
 
-    Stacks of experts become layers of ours too: transformers' modules with stacked parameters MarlinExperts, mlx-lm's
-    SwitchLinear MarlinSwitchLinear.
+    Each Linear becomes a MarlinLinear. Stacks of experts become layers of ours too: transformers' modules with stacked
+    parameters MarlinExperts, mlx-lm's SwitchLinear MarlinSwitchLinear.
 
+    model: a torch.nn.Module or an mlx.nn.Module.
+    format, group_size, method, options: as in :func:`billfish.quantize`. activations: as in
+    :func:`billfish.quantized_linear`, for the layers.
     predicate: (path, layer) -> False to leave a layer, True to take it with the settings given here, or a dict of
-    settings of its own, such as {"format": "q8_0"}. Without one, all are taken but output layers (`lm_head`, `output`),
-    as `billfish quantize` does. Group size and options belong to the format that they are given with: a dict that names
-    another one has its own, or the defaults.
-
-    statistics: of the inputs of the layers, from bf.calibrate or a file, by the names of their weights. Errors then
-    count where the inputs are large. calibrate: batches to compute them from, as in bf.calibrate, for torch.
-    method="gptq" needs one of the two, with X^T X.
+    settings of its own, such as {"format": "q8_0"}. Without one, all are taken but output layers (`lm_head`,
+    `output`), as `billfish quantize` does. Group size and options belong to the format that they are given with: a
+    dict that names another one has its own, or the defaults.
+    statistics: of the inputs of the layers, from :func:`billfish.calibrate` or a file, by the names of their weights.
+    They weight the quantization error.
+    calibrate: batches to compute them from, as in :func:`billfish.calibrate`, for torch. method="gptq" needs one of
+    the two, with X^T X.
+    progress: whether to draw a bar on terminals.
 
     A layer stays as it is where the format cannot store its K, where it is a subclass of Linear with a forward of its
     own, or where it shares its weight with something that stays, as output layers do with embeddings. Linear layers
-    that share a weight share the quantized one. Other modules with matrices (embeddings, convolutions, GPT-2's Conv1D)
-    stay, and so do layers that are quantized already. All of that is in the report.
-    An error leaves the model as it was.
+    that share a weight share the quantized one. Embeddings, convolutions and layers that are quantized already stay,
+    too.
+
+    Returns a ModelReport, which has all of that. Raises DTypeError for anything else than a model, and FormatError for
+    settings that do not fit; the model is then as it was.
+
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+        >>> report = bf.quantize_model(model, "fp4", group_size=32, progress=False)
+        >>> len(report.replaced), model(torch.ones(2, 64)).shape
+        (2, torch.Size([2, 8]))
     """
     _check_arguments(predicate, options)
     kit = kit_of("quantize_model", model)
     walk = kit.walk(model)
     if isinstance(model, walk.linear_type):
-        takes = "a model that has Linear layers; MarlinLinear.from_linear is for one layer"
-        raise DTypeError(complaint("quantize_model", "model", f"a {type(model).__name__}", takes))
+        expected = "a model with Linear layers. For one layer, use bf.MarlinLinear.from_linear"
+        raise DTypeError(bad_argument("quantize_model", "model", type_of(model), expected))
     settings = {"format": format, "group_size": group_size, "method": method, "activations": activations, **options}
     get_format(format, "quantize_model").check_options("quantize_model", options)
     chosen, left = _choose(walk, settings, predicate)
@@ -160,18 +180,18 @@ def article(noun: str) -> str:
 
 
 def _check_arguments(predicate: Any, options: dict[str, Any]) -> None:
-    """Raises for what other tools take, with how to say it here."""
+    """Raise for arguments that other libraries have, and name ours."""
     call = "quantize_model"
     if predicate is not None and not callable(predicate):
-        takes = "a function (path, layer) -> bool or dict, such as lambda path, layer: not path.endswith('lm_head')"
-        raise DTypeError(complaint(call, "predicate", repr(predicate), takes))
+        expected = "a function (path, layer) -> bool or dict, such as lambda path, layer: not path.endswith('lm_head')"
+        raise DTypeError(bad_argument(call, "predicate", repr(predicate), expected))
     hints = {
-        "skip": "predicate=lambda path, layer: path not in {...}",
-        "bits": "format=, whose name says the bits, such as 'q4_k' or 'u8'; bf.quantize_checkpoint(..., bits=) chooses",
+        "skip": "To leave layers out, pass predicate=lambda path, layer: path not in {...}.",
+        "bits": "Pass a format of that width, such as 'q4_k' or 'u8'. bf.quantize_checkpoint has bits=.",
     }
     for name, hint in hints.items():
         if name in options:
-            raise FormatError(complaint(call, name, repr(options[name]), hint))
+            raise FormatError(failure(call, f"unknown argument {name}={options[name]!r}", hint))
 
 
 class _Inputs:
@@ -188,7 +208,7 @@ class _Inputs:
     ) -> None:
         call = "quantize_model"
         if statistics is not None and batches is not None:
-            raise DataError(complaint(call, "calibrate", "it and statistics", "one of them"))
+            raise DataError(failure(call, "calibrate= and statistics= exclude each other", "Pass one of them."))
         self._statistics: Statistics | None
         if batches is not None:
             self._statistics = kit.calibrate(model, batches, hessian=outer, progress=progress)
@@ -202,8 +222,8 @@ class _Inputs:
         if self._statistics is not None:
             self._statistics.check_matrix("quantize_model", f"{path}.weight", tuple(shape), settings["method"])
         elif settings["method"] == "gptq":
-            got, takes = "None for 'gptq'", "statistics with X^T X, or batches to calibrate with"
-            raise DataError(complaint("quantize_model", "statistics", got, takes))
+            fix = "Pass calibrate= batches, or statistics= with X^T X."
+            raise DataError(failure("quantize_model", "method 'gptq' needs statistics of the inputs", fix))
 
     def settings(self, path: str, shape: Sequence[int], settings: dict[str, Any]) -> dict[str, Any]:
         """The settings of a layer, with what is known of its inputs."""
@@ -236,9 +256,8 @@ def _settings_of(settings: dict[str, Any], own: dict[str, Any], k: int) -> dict[
 def _verdict(predicate: Predicate | None, path: str, layer: Any) -> bool | dict[str, Any]:
     verdict = predicate(path, layer) if predicate else not is_output(path)
     if not isinstance(verdict, (bool, dict)):
-        got = f"a {type(verdict).__name__} for {path}"
-        takes = "one that returns a bool or a dict of settings"
-        raise DTypeError(complaint("quantize_model", "predicate", got, takes))
+        expected = "a bool, or a dict of settings"
+        raise DTypeError(bad_argument("quantize_model", f"predicate({path!r}, ...)", type_of(verdict), expected))
     return verdict
 
 

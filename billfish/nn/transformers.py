@@ -3,7 +3,7 @@
     from billfish.nn.transformers import BillfishConfig, load_model
 
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BillfishConfig("fp4", group_size=128))
-    model.save_pretrained(out)                 # from_pretrained(out) loads it again, and so does bf.load(out)
+    model.save_pretrained(out)                 # from_pretrained(out) and bf.open_checkpoint(out) read it
     model = load_model("model.gguf")           # or a GPTQ, AWQ, compressed-tensors, ModelOpt or MLX folder
 
 Loading goes through transformers' own loader in all cases, so that renamings, ties and missing weights are its own.
@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from billfish.checkpoints import Checkpoint, load
+from billfish.checkpoints import Checkpoint, open_checkpoint
 from billfish.checkpoints.layouts.native import MARKER
 from billfish.checkpoints.names.gguf_names import by_model_names, is_gguf
 from billfish.core.activations import check_activations
-from billfish.core.errors import CheckpointError, FormatError, ShapeError, complaint
+from billfish.core.errors import CheckpointError, FormatError, ShapeError, failure
 from billfish.core.extras import missing
 from billfish.core.format import get_format
 from billfish.core.format_tag import ABOUT
@@ -80,13 +80,22 @@ SETTINGS = ("format", "group_size", "method", "activations")  # of a layer
 
 @register_quantization_config(METHOD)
 class BillfishConfig(QuantizationConfigMixin):
-    """How to quantize a model while it is loaded, and, in a saved config.json, how it was.
+    """How to quantize a model while transformers loads it, and, in a saved config.json, how it was quantized.
 
-    format, group_size, method, activations, options: as in bf.quantize and bf.MarlinLinear.
+    format, group_size, method, options: as in :func:`billfish.quantize`. activations: as in
+    :func:`billfish.quantized_linear`.
     modules: settings for single layers by path, such as {"lm_head": {"format": "q8_0"}}.
     modules_to_not_convert: layers to leave, by path, the end of a path, or a pattern of its beginning; by default the
     output layer. Layers whose weights are tied always stay. A name that no layer has is an error.
-    statistics: as in bf.quantize_model: from bf.calibrate, or a file. They are not saved with the model.
+    quant_method: "billfish", which transformers writes and reads.
+    statistics: as in :func:`billfish.quantize_model`: from :func:`billfish.calibrate`, or a file. They are not saved
+    with the model.
+
+    Pass it to `from_pretrained` as quantization_config.
+
+        >>> from billfish.nn.transformers import BillfishConfig
+        >>> BillfishConfig("fp4", group_size=64).to_dict()["group_size"]
+        64
     """
 
     def __init__(
@@ -114,7 +123,13 @@ class BillfishConfig(QuantizationConfigMixin):
         for path, own in self.modules.items():
             odd = next((name for name in own if name not in SETTINGS), None)
             if odd is not None:
-                raise FormatError(complaint(call, f"modules[{path!r}]", repr(odd), ", ".join(SETTINGS)))
+                raise FormatError(
+                    failure(
+                        call,
+                        f"unknown setting {odd!r} in modules[{path!r}]",
+                        f"The settings are {', '.join(SETTINGS)}.",
+                    )
+                )
             if "format" in own:
                 own["format"] = get_format(own["format"], call).name
         self.modules_to_not_convert = modules_to_not_convert
@@ -170,7 +185,7 @@ class BillfishQuantizer(HfQuantizer):
         if isinstance(config, LoadConfig) and config.source is not None:
             source, places = config.source
         else:
-            source = by_model_names(load(Path(checkpoint_files[0]).parent))
+            source = by_model_names(open_checkpoint(Path(checkpoint_files[0]).parent))
             places = find_places(model, source)
             refuse_others(model, source, places)
         marked = {re.escape(f"{path}.{MARKER}") + "$" for path in places.names}
@@ -236,7 +251,7 @@ class BillfishQuantizer(HfQuantizer):
             for matrix, shape in (plain or stack_shapes(path, module)).items():
                 statistics.check_matrix(call, f"{matrix}.weight", shape, method)
         elif method == "gptq":
-            raise FormatError(complaint(call, "statistics", "None", "statistics with X^T X, for method 'gptq'"))
+            raise FormatError(failure(call, "method 'gptq' needs statistics= with X^T X"))
 
     def _check_names(self, model: Any) -> None:
         """Raises for names that no layer has: whoever wrote them meant one."""
@@ -255,9 +270,9 @@ class BillfishQuantizer(HfQuantizer):
         }
         for argument, patterns in unused.items():
             if patterns:
-                got = f"{patterns[0]!r}, which no layer is called"
-                takes = f"names such as {', '.join(map(repr, linears[:3]))}"
-                raise FormatError(complaint("BillfishConfig", argument, got, takes))
+                problem = f"{argument} has {patterns[0]!r}, which matches no layer"
+                names = f"The layers have names such as {', '.join(map(repr, linears[:3]))}."
+                raise FormatError(failure("BillfishConfig", problem, names))
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         path, _, name = param_name.rpartition(".")
@@ -280,7 +295,7 @@ class BillfishQuantizer(HfQuantizer):
                 up,
                 down,
                 plain_biases(module),
-                activation=activation_of(module),
+                hidden_act=activation_of(module),
                 activations=settings["activations"],
                 device=stacks["device"],
             )
@@ -288,8 +303,7 @@ class BillfishQuantizer(HfQuantizer):
         self.stacks.clear()
         for path, module in model.named_modules():
             if isinstance(module, QuantizedModule) and module.device.type == "meta":
-                takes = "a folder with all arrays of the layer"
-                raise CheckpointError(complaint("from_pretrained", path, "not all arrays", takes))
+                raise CheckpointError(failure("from_pretrained", f"the folder lacks arrays of the layer {path}"))
         self.note_layers(model)
         if isinstance(self.quantization_config, LoadConfig):
             self.quantization_config.source = None  # the file may be closed
@@ -402,15 +416,25 @@ def load_model(
     mesh: DeviceMesh | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A transformers model from a checkpoint of any layout that bf.load opens, its matrices in MarlinLinear bit by bit.
+    """Load a transformers model from a checkpoint of any layout, its quantized matrices in MarlinLinear bit by bit.
 
     path: a folder with its config.json, or a GGUF file (or a folder with one) of a Llama, Qwen2, Qwen3 or Gemma model.
+    auto_class: the class of transformers that makes the model; AutoModelForCausalLM by default.
+    activations: as in :func:`billfish.quantized_linear`, for the layers.
     mesh: a DeviceMesh of one axis: the layers of Llama-shaped models are cut over it (billfish.nn.parallel), and each
     process reads only its share of them.
     kwargs: for from_pretrained, such as dtype (as config.json says, or float32).
+
+    Returns a transformers.PreTrainedModel. Raises CheckpointError for a checkpoint that cannot be read or does not
+    fit.
+
+        >>> from billfish.nn.transformers import load_model
+        >>> model = load_model("model.gguf")
+        >>> type(model).__name__, type(model.model.layers[0].mlp.up_proj).__name__
+        ('LlamaForCausalLM', 'MarlinLinear')
     """
     path = Path(path)
-    checkpoint = load(path)
+    checkpoint = open_checkpoint(path)
     weights = by_model_names(checkpoint)
     config = gguf_config(checkpoint) if is_gguf(checkpoint) else AutoConfig.from_pretrained(path)
     if getattr(config, "quantization_config", None) is not None:

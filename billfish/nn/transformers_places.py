@@ -17,7 +17,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from billfish.checkpoints import Checkpoint, Description
 from billfish.checkpoints.names.expert_stacks import by_stacks, is_stack
 from billfish.checkpoints.names.gguf_names import model_config
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument, failure
 from billfish.core.format_tag import ABOUT
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import QuantizedTensor
@@ -124,10 +124,9 @@ def refuse_others(model: Any, source: Checkpoint, places: Places) -> None:
     if lost:
         format = source.describe(lost[0]).format
         assert format is not None
-        more = f", as do {len(lost) - 1} others" if lost[1:] else ""
-        got = f"a {format.name} matrix that belongs to no Linear{more}"
-        takes = "billfish.nn.transformers.load_model, which decodes it"
-        raise CheckpointError(complaint("from_pretrained", lost[0], got, takes))
+        more = f" and {len(lost) - 1} others are quantized" if lost[1:] else " is quantized"
+        problem = f"{lost[0]}{more} ({format.name}), and no Linear layer has them"
+        raise CheckpointError(failure("from_pretrained", problem, "Use billfish.nn.transformers.load_model."))
 
 
 def tells_format(source: Checkpoint, name: str) -> bool:
@@ -146,7 +145,7 @@ def make_experts(
         assert about.format is not None
         assert about.group_size is not None
         if about.shape != tuple(plain.shape):
-            raise CheckpointError(complaint("load_model", name, f"shape {about.shape}", f"{tuple(plain.shape)}"))
+            raise CheckpointError(bad_argument("load_model", f"shape of {name}", about.shape, f"{tuple(plain.shape)}"))
         count, n, k = about.shape
         bias = bool(module.has_bias)
         whole_row = about.group_size >= k and about.format.whole_row_groups
@@ -179,7 +178,7 @@ def make_layer(
     assert about.format is not None
     assert about.group_size is not None
     if about.shape != (n, k):
-        raise CheckpointError(complaint("load_model", about.name, f"shape {about.shape}", f"({n}, {k})"))
+        raise CheckpointError(bad_argument("load_model", f"shape of {about.name}", about.shape, f"({n}, {k})"))
     bias = linear.bias is not None
     whole_row = about.group_size >= k
     layer_type: type[MarlinLinear] = MarlinLinear
@@ -271,7 +270,7 @@ def gguf_config(checkpoint: Checkpoint) -> Any:
     size = about.setdefault("head_dim", about["hidden_size"] // about["num_attention_heads"])
     values = fields.get(f"{architecture}.attention.value_length", size)
     if values != size:
-        got, takes = f"values of {values}", f"{size}, the size of keys"
-        raise CheckpointError(complaint("load_model", f"{architecture}.attention.value_length", got, takes))
+        argument = f"{architecture}.attention.value_length"
+        raise CheckpointError(bad_argument("load_model", argument, values, f"{size}, the key length"))
     del about["torch_dtype"]  # the layers that are not quantized are float32 unless the caller says otherwise
     return AutoConfig.for_model(architecture, **about)

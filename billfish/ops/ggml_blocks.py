@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.core.arrays import Input, float_input
-from billfish.core.errors import ShapeError, complaint
+from billfish.core.errors import ShapeError, bad_argument
 from billfish.core.format import get_format
 from billfish.core.storage import check_array
 from billfish.core.tensor import QuantizedTensor
@@ -46,7 +46,7 @@ def _pair(name: str) -> tuple[QuantizeBlocks, DequantizeBlocks]:
         taken = float_input(call, "x", x)
         format = get_format(name)
         if not taken.shape:
-            raise ShapeError(complaint(call, "x", f"shape {taken.shape}", "[..., K]"))
+            raise ShapeError(bad_argument(call, "x.shape", taken.shape, "[..., K]"))
         *leading, k = taken.shape
         format.check_k(call, k)
         check_method(call, method, takes_hessian=False)
@@ -61,7 +61,7 @@ def _pair(name: str) -> tuple[QuantizeBlocks, DequantizeBlocks]:
         call = f"dequantize_{name}"
         taken = Input(call, "blocks", blocks)
         if not taken.shape:
-            raise ShapeError(complaint(call, "blocks", f"shape {taken.shape}", "[..., bytes]"))
+            raise ShapeError(bad_argument(call, "blocks.shape", taken.shape, "[..., bytes]"))
         *leading, row_bytes = taken.shape
         blocks = check_array(call, "blocks", taken.numpy(), (np.uint8,), len(taken.shape))
         rows = blocks.reshape(math.prod(leading), row_bytes)
@@ -71,14 +71,25 @@ def _pair(name: str) -> tuple[QuantizeBlocks, DequantizeBlocks]:
         tensor = QuantizedTensor.borrowing(name, {"blocks": rows}, call=call)
         return taken.like(dequantize(tensor).reshape(*leading, tensor.shape[1]))
 
-    quantize_blocks.__doc__ = f"""x [..., K] -> {name} blocks, uint8 [..., bytes].
+    bytes_of_block = get_format(name).storage_spec(1, 32, 32)["blocks"].nbytes
+    quantize_blocks.__doc__ = f"""Quantize to ggml's {name} blocks.
 
-    method: "rtn" gives ggml's bits, "mse" less error.
+    x: [..., K], K a multiple of 32. method: "rtn" (the default) gives ggml's bits, "mse" less error.
 
-        blocks = bf.quantize_{name}(x)
-        x = bf.dequantize_{name}(blocks)
+    Returns uint8 [..., K/32 * {bytes_of_block}], of x's library. Raises ShapeError for another K.
+
+        >>> bf.quantize_{name}(np.ones((2, 32), np.float32)).shape
+        (2, {bytes_of_block})
     """
-    dequantize_blocks.__doc__ = f"{name} blocks uint8 [..., bytes] -> float32 [..., K]."
+    dequantize_blocks.__doc__ = f"""Decode ggml's {name} blocks.
+
+    blocks: uint8 [..., K/32 * {bytes_of_block}].
+
+    Returns float32 [..., K], of the library of `blocks`.
+
+        >>> bf.dequantize_{name}(bf.quantize_{name}(np.ones((2, 32), np.float32))).shape
+        (2, 32)
+    """
     for function in (quantize_blocks, dequantize_blocks):
         function.__name__ = function.__qualname__ = function.__name__.replace("blocks", name)
     return cast(QuantizeBlocks, quantize_blocks), cast(DequantizeBlocks, dequantize_blocks)

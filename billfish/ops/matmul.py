@@ -16,7 +16,7 @@ from billfish.backends.cpu.experts import PackedExperts
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.core.activations import IntegerActivations, check_activations
 from billfish.core.arrays import FLOATS, Input, float_dtype, float_input, library_for
-from billfish.core.errors import BackendUnavailable, DTypeError, FormatError, ShapeError, complaint
+from billfish.core.errors import BackendUnavailable, DTypeError, FormatError, ShapeError, bad_argument, failure, type_of
 from billfish.core.format import Format, get_format
 from billfish.core.formats.word_packing import WordFormat
 from billfish.core.quantized_experts import QuantizedExperts
@@ -71,28 +71,34 @@ def dequantize(q: Quantized, dtype: mx.Dtype, *, backend: str | None = None) -> 
 def dequantize(
     q: Quantized, dtype: Any = "float32", *, like: Any = None, out: Any = None, backend: str | None = None
 ) -> Any:
-    """The weights [N, K], or [E, N, K] of experts, as numbers: float32 arithmetic, rounded once to `dtype`.
+    """Decode quantized weights: float32 arithmetic, rounded once to `dtype`. Columns are in W's own order.
 
-    Columns are in W's own order.
-
-    dtype: a name, or a type of NumPy, ml_dtypes, torch or MLX. The result is an array of the library of the type; that
-    of a name is a NumPy array.
-    like: "numpy", "torch" or "mlx" for a result of that library, or an array for one of its library, on its device.
-    q: what :func:`quantize` or a checkpoint gave.
-    out: an array of W's shape to write to, NumPy, or a torch tensor in CPU memory, or torch or CuPy on an NVIDIA GPU;
-    its type then counts, and it is returned.
+    q: a QuantizedTensor [N, K] or QuantizedExperts [E, N, K], from :func:`quantize` or a checkpoint.
+    dtype: "float32", "float16" or "bfloat16"; or a type of NumPy, ml_dtypes, torch or MLX, which also chooses the
+    library of the result.
+    like: "numpy", "torch" or "mlx" for a result of that library, or an array for one of its library and device.
+    out: an array of W's shape to write to: NumPy, torch in CPU memory, or torch or CuPy on an NVIDIA GPU. Its type
+    counts, and it is returned.
     backend: a name of BACKENDS; None takes the best that can.
+
+    Returns an array of q's shape. Raises DTypeError for anything else than quantized weights, and for an `out` that
+    cannot be written.
+
+        >>> w = np.linspace(-1, 1, 8 * 64, dtype=np.float32).reshape(8, 64)
+        >>> decoded = bf.dequantize(bf.quantize(w, "q8_0"))
+        >>> decoded.shape, bool(np.abs(decoded - w).max() < 0.01)
+        ((8, 64), True)
     """
     call = "dequantize"
     if not isinstance(q, (QuantizedTensor, QuantizedExperts)):
-        raise DTypeError(complaint(call, "q", f"a {type(q).__name__}", "a QuantizedTensor, or QuantizedExperts"))
+        raise DTypeError(bad_argument(call, "q", type_of(q), "a QuantizedTensor, or QuantizedExperts"))
     if out is None:
         numbers, library = float_dtype(call, dtype), library_for(call, like, dtype)
         if library.kind == "mlx":  # whose arrays nobody writes to in place
             return library.from_numpy(dequantize(q, numbers, backend=backend))
         out = library.empty(q.shape, numbers.name, like)
     elif like is not None:
-        raise DTypeError(complaint(call, "like", "a value", "none beside `out`, which has a kind of its own"))
+        raise DTypeError(failure(call, "like= and out= exclude each other", "Pass one of them."))
     target = _writable(float_input(call, "out", out), q.shape)
     if isinstance(q, QuantizedExperts):
         for e, matrix in enumerate(q):
@@ -114,17 +120,17 @@ def _writable(taken: Input, shape: tuple[int, ...]) -> Input:
     """`out` as an array that a backend can write to; :func:`_written` comes after it."""
     call, out = taken.call, taken.source
     if taken.kind == "mlx":  # whose arrays nobody writes to in place
-        raise DTypeError(complaint(call, "out", "an mlx array", "an array of NumPy, torch or CuPy"))
+        raise DTypeError(bad_argument(call, "out", "an mlx array", "an array of NumPy, torch or CuPy"))
     if taken.shape != shape:
-        raise ShapeError(complaint(call, "out", f"shape {taken.shape}", f"{shape}"))
+        raise ShapeError(bad_argument(call, "out.shape", taken.shape, f"{shape}"))
     if taken.kind == "torch" and out.is_neg():  # a view with the opposite sign of its memory
         return taken.with_source(taken.adapter.empty_like(out))
     if taken.device == "cpu":
         flags, strides = (array := taken.numpy()).flags, array.strides
         if not flags.writeable:
-            raise DTypeError(complaint(call, "out", "a read-only array", "a writable one"))
+            raise DTypeError(bad_argument(call, "out", "a read-only array", "a writable one"))
         if not flags.c_contiguous and any(s == 0 and size > 1 for s, size in zip(strides, shape, strict=True)):
-            raise DTypeError(complaint(call, "out", "an array whose rows share memory", "one place for each number"))
+            raise DTypeError(bad_argument(call, "out", "an array whose rows overlap", "rows of their own memory"))
     return taken
 
 
@@ -157,21 +163,28 @@ def quantized_linear(
     out: ArrayT | None = None,
     backend: str | None = None,
 ) -> ArrayT:
-    """y = x @ W.T + bias: x [..., K] -> y [..., N], of x's type and kind (NumPy, torch or MLX).
+    """Multiply activations by quantized weights: y = x @ W.T + bias.
 
-    With a QuantizedTensor, `weight` is all there is to say, and so it is with what `prepack` made of one. Packed arrays
-    work too, K-major as `pack_fp4_weights`
-    makes them: weight uint32 [K/8, N], scales float16 [K/g, N], with `format` "fp4" (unless given), "u4" (with
-    `zeros`), "u4b8" or "u8b128", and their `group_size` (32 unless given). Arrays are packed at each call; to pack them
-    once, make a tensor of them: QuantizedTensor.from_storage(format, {"packed": ..., "scales": ...}, group_size).
-
-    activations: "exact" multiplies x as it is; products accumulate in float32 or better and are rounded once, after
-    the bias. For every finite x, y is as near as a float32 sum may be; docs/cpu.md has the bound. "q8" and "q16" round
-    x to integers first, per 32 values or per group of weights (billfish.core.activations), which is faster. On a GPU of
-    NVIDIA's, "fp8" and "q8" round x to E4M3 or int8, per row, if there are so many rows that this is faster;
-    docs/cuda.md has which formats.
-    out: where to write y, a NumPy array or torch tensor [..., N] in CPU memory, of x's type; it is returned.
+    x: [..., K] in float32, float16 or bfloat16; NumPy, torch, MLX or CuPy.
+    weight: a QuantizedTensor [N, K], or what :func:`prepack` made of one. Or codes, uint32 [K/8, N], as
+    :func:`pack_fp4_weights` makes them; they are packed for the kernels at each call.
+    scales, zeros, format, group_size: beside codes only. scales is float16 [K/g, N]. format is "fp4" (the default),
+    "u4" with `zeros`, "u4b8" or "u8b128". group_size is 32 by default.
+    bias: [N].
+    activations: "exact" (the default) multiplies x as it is, accumulates in float32 or better, and rounds once, after
+    the bias. "q8" and "q16" round x to integers first, per 32 values or per group, which is faster. On a Hopper GPU,
+    "fp8" and "q8" round x to E4M3 or int8 per row where there are enough rows.
+    out: an array [..., N] of x's type in CPU memory to write y to. It is returned.
     backend: a name of BACKENDS; None takes the best that can.
+
+    Returns y [..., N], of x's type and library. Raises ShapeError and DTypeError for arguments that do not fit
+    together, and BackendUnavailable if no backend can run the product.
+
+        >>> w = np.linspace(-1, 1, 8 * 64, dtype=np.float32).reshape(8, 64)
+        >>> x = np.ones((2, 64), np.float32)
+        >>> y = bf.quantized_linear(x, bf.quantize(w, "q8_0"))
+        >>> y.shape, bool(np.allclose(y, x @ w.T, atol=0.1))
+        ((2, 8), True)
     """
     call = "quantized_linear"
     rows = rows_input(call, x)
@@ -181,8 +194,8 @@ def quantized_linear(
         tensor = weight
     else:
         if Input(call, "weight", weight).dtype_name in FLOATS:
-            takes = "quantized weights, as bf.quantize(w, format) makes them, or packed words uint32 [K/8, N]"
-            raise DTypeError(complaint(call, "weight", f"numbers ({weight.dtype})", takes))
+            expected = "a QuantizedTensor (bf.quantize returns one), or packed words uint32 [K/8, N] with scales="
+            raise DTypeError(bad_argument(call, "weight", f"an unquantized array ({weight.dtype})", expected))
         tensor = _from_words(call, weight, scales, zeros, format or "fp4", group_size)
     chosen, product = _choose(call, rows, tensor, bias, activations, backend)
     if out is None:
@@ -190,8 +203,8 @@ def quantized_linear(
     taken = float_input(call, "out", out)
     assert isinstance(product.x, Input)
     if taken.dtype_name != product.x.dtype_name or taken.device != "cpu" or product.x.device != "cpu":
-        got, takes = f"{taken.dtype_name} on {taken.device}", f"{product.x.dtype_name} in CPU memory, as x"
-        raise DTypeError(complaint(call, "out", got, takes))
+        expected = f"{product.x.dtype_name} in CPU memory, as x"
+        raise DTypeError(bad_argument(call, "out", f"{taken.dtype_name} on {taken.device}", expected))
     target = _writable(taken, (*product.x.shape[:-1], product.n))
     chosen.linears([product._replace(out=target)], activations)
     return _written(target, out)
@@ -205,31 +218,35 @@ def quantized_linears(
     activations: Activations = "exact",
     backend: str | None = None,
 ) -> list[ArrayT]:
-    """Several products in one call: what `quantized_linear(x, w)` gives for each w of `weights`, bit for bit.
+    """Multiply by several quantized matrices in one call, as with query, key and value, or gate and up.
 
-    x [..., K] is multiplied with all of them, as with query, key and value, or gate and up: the CPU prepares it once,
-    and its threads share out the rows of all weights together. Or x is a list or tuple, an array for each of the
-    weights, as with the experts of a mixture.
-
-    biases: one for each of the weights, or None in its place.
+    x: [..., K], multiplied by all of the weights; or a list or tuple with an array for each of them.
+    weights: QuantizedTensors [N, K], or what :func:`prepack` made of them.
+    biases: [N] for each of the weights, or None in its place.
     activations, backend: as in :func:`quantized_linear`.
+
+    Returns a list: what `quantized_linear(x, w)` gives for each w, bit for bit. The CPU prepares x once, and its
+    threads share the rows of all weights. Raises as :func:`quantized_linear` does.
+
+        >>> q, x = bf.quantize(np.eye(32, dtype=np.float32), "q8_0"), np.ones((2, 32), np.float32)
+        >>> [y.shape for y in bf.quantized_linears(x, [q, q])]
+        [(2, 32), (2, 32)]
     """
     call = "quantized_linears"
     shared = None if isinstance(x, (list, tuple)) else rows_input(call, x)
     for name, given in (("weights", weights), ("biases", biases)):
         if not isinstance(given, (list, tuple)) and (given is not None or name == "weights"):
-            raise DTypeError(complaint(call, name, f"a {type(given).__name__}", "a list or tuple"))
+            raise DTypeError(bad_argument(call, name, type_of(given), "a list or tuple"))
     for name, many in (("x", shared or x), ("biases", biases)):
         if isinstance(many, (list, tuple)) and len(many) != len(weights):
-            takes = f"{len(weights)}, one for each of the weights"
-            raise ShapeError(complaint(call, name, f"{len(many)} arrays", takes))
+            raise ShapeError(bad_argument(call, f"len({name})", len(many), f"{len(weights)}, one for each weight"))
     results: list[Any] = []
     waiting: list[Product] = []  # of one backend
     last = None
     for i, w in enumerate(weights):
         if not isinstance(w, (QuantizedTensor, PackedWeights)):
-            takes = "a QuantizedTensor, or what `prepack` made of one"
-            raise DTypeError(complaint(call, f"weights[{i}]", f"a {type(w).__name__}", takes))
+            expected = "a QuantizedTensor, or what `prepack` made of one"
+            raise DTypeError(bad_argument(call, f"weights[{i}]", type_of(w), expected))
         one = shared or float_input(call, f"x[{i}]", cast("Sequence[Any]", x)[i])
         bias = None if biases is None else biases[i]
         chosen, product = _choose(call, one, w, bias, activations, backend)
@@ -247,16 +264,14 @@ def _choose(
     """The backend for a product, and the product as it takes it."""
     (n, k), shape = tensor.shape, x.shape
     if not shape or shape[-1] != k:
-        raise ShapeError(complaint(call, x.argument, f"shape {shape}", f"[..., {k}] for weights [{n}, {k}]"))
+        raise ShapeError(bad_argument(call, f"shape of {x.argument}", shape, f"[..., {k}] for weights [{n}, {k}]"))
     m = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
     check_activations(call, activations)
     dtype = FLOATS[x.dtype_name]
     problem = Problem("matmul", tensor.format, tensor.group_size, m, n, k, dtype, x.kind, x.device, activations)
     if isinstance(tensor, PackedWeights):
         if backend not in (None, "cpu"):
-            raise BackendUnavailable(
-                complaint(call, "backend", repr(backend), "'cpu', for which the weights are packed")
-            )
+            raise BackendUnavailable(bad_argument(call, "backend", repr(backend), "'cpu', as the weights are packed"))
         chosen, weights = choose(call, problem, "cpu"), tensor
     else:
         chosen = choose(call, problem, backend)
@@ -280,14 +295,21 @@ def prepack(q: QuantizedExperts) -> PackedExperts: ...
 
 
 def prepack(q: Quantized) -> PackedWeights | PackedExperts:
-    """The weights of q as the CPU's kernels read them, for products; q itself need not be kept.
+    """Pack weights for the CPU's kernels. The packed weights alone are enough for products.
 
-    A product does this at its first call with a tensor or a stack of experts, and then holds both. This is for whoever
-    wants one of them. A matrix can also be saved: packed.save(path), PackedWeights.load(path).
+    q: a QuantizedTensor [N, K] or QuantizedExperts [E, N, K]. A product packs it at its first call and then holds
+    both; call this to keep one of them.
+
+    Returns PackedWeights or PackedExperts. Packed weights of a matrix can be saved: packed.save(path),
+    PackedWeights.load(path).
+
+        >>> packed = bf.prepack(bf.quantize(np.eye(32, dtype=np.float32), "q8_0"))
+        >>> bf.quantized_linear(np.ones((2, 32), np.float32), packed).shape
+        (2, 32)
     """
     if not isinstance(q, (QuantizedTensor, QuantizedExperts)):
-        takes = "a QuantizedTensor, or QuantizedExperts"
-        raise DTypeError(complaint("prepack", "q", f"a {type(q).__name__}", takes))
+        expected = "a QuantizedTensor, or QuantizedExperts"
+        raise DTypeError(bad_argument("prepack", "q", type_of(q), expected))
     backend = BACKENDS["cpu"]
     packed = backend.pack_experts(q) if isinstance(q, QuantizedExperts) else backend.pack(q)
     assert isinstance(packed, (PackedWeights, PackedExperts))
@@ -297,22 +319,22 @@ def prepack(q: Quantized) -> PackedWeights | PackedExperts:
 def _bias(call: str, bias: Any, n: int) -> Input:
     taken = float_input(call, "bias", bias)
     if taken.shape != (n,):
-        raise ShapeError(complaint(call, "bias", f"shape {taken.shape}", f"({n},)"))
+        raise ShapeError(bad_argument(call, "bias.shape", taken.shape, f"({n},)"))
     return taken
 
 
 def rows_input(call: str, x: object) -> Input:
     """`x` as an argument; an error that says so where the weights stand in its place."""
     if isinstance(x, (QuantizedTensor, QuantizedExperts, PackedWeights, PackedExperts)):
-        takes = f"an array [..., K]; the weights come second: {call}(x, weights)"
-        raise DTypeError(complaint(call, "x", f"weights ({type(x).__name__})", takes))
+        expected = f"an array [..., K]. The weights come second: {call}(x, weights)."
+        raise DTypeError(bad_argument(call, "x", type_of(x), expected))
     return float_input(call, "x", x)
 
 
 def _check_absent(call: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise FormatError(complaint(call, name, "a value", "none beside a QuantizedTensor, which has its own"))
+            raise FormatError(failure(call, f"a QuantizedTensor has its own {name}", f"Leave {name}= out."))
 
 
 def _from_words(
@@ -320,13 +342,13 @@ def _from_words(
 ) -> QuantizedTensor:
     format = get_format(format, call)
     if not isinstance(format, WordFormat):
-        takes = "a format of packed words such as 'fp4', or a QuantizedTensor"
-        raise FormatError(complaint(call, "format", repr(format.name), takes))
+        expected = "a format of packed words such as 'fp4', or a QuantizedTensor"
+        raise FormatError(bad_argument(call, "format", repr(format.name), expected))
     if scales is None:
-        raise DTypeError(complaint(call, "scales", "None", "float16 [K/g, N] beside packed weights"))
+        raise DTypeError(bad_argument(call, "scales", "None", "float16 [K/g, N] beside packed weights"))
     if format.has_zeros != (zeros is not None):
-        takes = "zeros [K/g, N] for u4, and none for other formats"
-        raise FormatError(complaint(call, "zeros", "None" if zeros is None else "a value", takes))
+        problem = f"the format {format.name} {'needs zeros= [K/g, N]' if zeros is None else 'has no zeros='}"
+        raise FormatError(failure(call, problem, "zeros= belongs to u4 alone."))
     arrays = {"weight": packed, "scales": scales} | ({"zeros": zeros} if format.has_zeros else {})
     taken = {name: Input(call, name, array).numpy() for name, array in arrays.items()}
     check_array(call, "weight", taken["weight"], (np.uint32,), 2)
@@ -353,11 +375,18 @@ def gemm_w4a8(
 
 
 def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: FormatLike | None = None, backend: str | None = None) -> Any:
-    """y [M, N] float32 = x @ W.T with both sides already quantized.
+    """Multiply with both sides already quantized: y = x @ W.T in float32.
 
     x_q8: q8_0 or q8_1 blocks, uint8 [M, K/32 * 34 or 36], or a QuantizedTensor of one of those formats.
-    w_q4: blocks uint8 [N, ...] of `format` (q4_0 unless given), or a QuantizedTensor of any format.
+    w_q4: blocks uint8 [N, ...] of `format`, or a QuantizedTensor of any format.
+    format: of blocks; "q4_0" by default.
     backend: a name of BACKENDS; None takes the best that can.
+
+    Returns y [M, N]. Raises ShapeError for rows of another length, and FormatError for other formats.
+
+        >>> x, w = np.ones((2, 32), np.float32), np.eye(32, dtype=np.float32)
+        >>> bf.gemm_w4a8(bf.quantize_q8_0(x), bf.quantize_q4_0(w)).shape
+        (2, 32)
     """
     call = "gemm_w4a8"
     if isinstance(w_q4, QuantizedTensor):
@@ -367,15 +396,15 @@ def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: FormatLike | None = None, backend
         weight = _from_blocks(call, "w_q4", w_q4, format or "q4_0")
     k = weight.shape[1]
     if k % 32:
-        raise ShapeError(complaint(call, "w_q4", f"K={k}", "a multiple of 32, as x_q8 has"))
+        raise ShapeError(bad_argument(call, "K of w_q4", k, "a multiple of 32, as in x_q8"))
     if weight.permutation is not None:
-        takes = "columns in order: x_q8 has a scale for each 32 of them"
-        raise FormatError(complaint(call, "w_q4", "columns in another order (act-order)", takes))
+        why = "w_q4 has permuted columns (act-order), and x_q8 has one scale per 32 columns"
+        raise FormatError(failure(call, why, "Use bf.quantized_linear."))
     if isinstance(x_q8, QuantizedTensor):
         given, like = x_q8, None
         if given.format.name not in ("q8_0", "q8_1") or given.shape[1] != k:
-            got = f"{given.format.name} with K={given.shape[1]}"
-            raise FormatError(complaint(call, "x_q8", got, f"q8_0 or q8_1 with K={k}"))
+            found = f"{given.format.name} with K = {given.shape[1]}"
+            raise FormatError(bad_argument(call, "x_q8", found, f"q8_0 or q8_1 with K = {k}"))
         blocks, name, m = Input(call, "x_q8", given.storage["blocks"]), given.format.name, given.shape[0]
     else:
         like = blocks = Input(call, "x_q8", x_q8)
@@ -383,8 +412,8 @@ def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: FormatLike | None = None, backend
         by_row_bytes = {k // 32 * 34: "q8_0", k // 32 * 36: "q8_1"}
         row_bytes = like.shape[-1] if like.shape else 0
         if row_bytes not in by_row_bytes:
-            takes = " or ".join(f"{size} ({name})" for size, name in by_row_bytes.items()) + f" for K={k}"
-            raise ShapeError(complaint(call, "x_q8", f"rows of {row_bytes} bytes", takes))
+            expected = " or ".join(f"{size} ({name})" for size, name in by_row_bytes.items()) + f" for K = {k}"
+            raise ShapeError(bad_argument(call, "row size of x_q8", f"{row_bytes} bytes", expected))
         if like.shape[0] == 0:
             return like.like(np.empty((0, weight.shape[0]), np.float32))
         name, m = by_row_bytes[row_bytes], like.shape[0]

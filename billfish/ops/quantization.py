@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,17 +10,42 @@ from numpy.typing import NDArray
 from billfish.backends import BACKENDS, Problem
 from billfish.core.arrays import FLOATS, Input, float_input
 from billfish.core.device_array import DeviceArray
-from billfish.core.errors import DataError, DTypeError, FormatError, ShapeError, complaint
+from billfish.core.errors import DataError, DTypeError, FormatError, ShapeError, bad_argument, failure
 from billfish.core.format import METHODS, Format, Planes, get_format
 from billfish.core.gptq_solver import quantize_gptq
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import LaterStorage, QuantizedTensor
 from billfish.core.typing import AnyArray, FormatLike, Method
 
+Matrix = np.ndarray[tuple[int, int], np.dtype[Any]]
+MatrixStack = np.ndarray[tuple[int, int, int], np.dtype[Any]]
 ASYMMETRY = 1e-3  # of the largest number of the diagonal: sums in float32 may differ by their order
 ASYMMETRY_ROWS = 256
 
 
+@overload
+def quantize(
+    w: Matrix,
+    format: FormatLike,
+    *,
+    group_size: int | None = None,
+    method: Method = "mse",
+    importance: AnyArray | None = None,
+    hessian: AnyArray | None = None,
+    **options: str,
+) -> QuantizedTensor: ...
+@overload
+def quantize(
+    w: MatrixStack,
+    format: FormatLike,
+    *,
+    group_size: int | None = None,
+    method: Method = "mse",
+    importance: AnyArray | None = None,
+    hessian: AnyArray | None = None,
+    **options: str,
+) -> QuantizedExperts: ...
+@overload
 def quantize(
     w: AnyArray,
     format: FormatLike,
@@ -30,31 +55,53 @@ def quantize(
     importance: AnyArray | None = None,
     hessian: AnyArray | None = None,
     **options: str,
-) -> QuantizedTensor:
-    """Quantize weights w [N, K] (float32, float16 or bfloat16; NumPy, torch or MLX) to a format.
+) -> QuantizedTensor: ...
 
-    A stack w [E, N, K] of the matrices of E experts gives QuantizedExperts, each expert as if it were alone. Type
-    checkers do not know how many axes an array has, and take the result for a QuantizedTensor.
 
-    A torch tensor on an NVIDIA GPU is quantized and packed there: products and `dequantize` on that GPU use it as it
-    is, and storage comes to the CPU when somebody asks for it. "rtn" gives the same bits on every device.
+def quantize(
+    w: Any,
+    format: FormatLike,
+    *,
+    group_size: int | None = None,
+    method: Method = "mse",
+    importance: AnyArray | None = None,
+    hessian: AnyArray | None = None,
+    **options: str,
+) -> Any:
+    """Quantize a weight matrix to a format.
 
+    w: [N, K] in float32, float16 or bfloat16; NumPy, torch or MLX. A stack [E, N, K] of the matrices of E experts is
+    quantized expert by expert. A torch tensor on an NVIDIA GPU is quantized and packed there, and its storage comes to
+    the CPU when somebody asks for it.
+    format: a name such as "fp4" or "q4_k"; `billfish formats` lists all.
     group_size: how many consecutive weights along K share a scale; -1 for all of K, None for the format's default.
-    method: "mse" searches the scale (and offset) of least squared error in each group; "rtn" rounds to nearest, faster;
-    "gptq" takes the scales of "mse" and rounds column after column, with the error of each carried on to the next.
-    importance: [K], what an error counts in each column: the mean square of the inputs there, at least 0. "mse" then
-    searches the least weighted error; "rtn" keeps its rule, and fits each scale once more, by importance, where that
-    is better. No group gets worse by it in the weighted error. All zeros are as None. Of a stack, also [E, K].
-    hessian: [K, K], X^T X of the inputs X [tokens, K], times any factor; for "gptq" only, where its diagonal is the
-    importance unless that is given. No row gets worse by it in the error of the product. Of a stack,
-    also [E, K, K].
+    method: "mse" searches the scale (and offset) of least squared error in each group. "rtn" rounds to nearest:
+    faster, and with the same bits on every device. "gptq" takes the scales of "mse" and rounds column after column,
+    with the error of each carried on to the next.
+    importance: [K], the weight of an error in each column: the mean square of the inputs there, at least 0. "mse"
+    minimizes the weighted error; "rtn" fits each scale once more where that lowers it. All zeros are as None. Of a
+    stack, also [E, K].
+    hessian: [K, K], X^T X of the inputs X [tokens, K], times any factor. For "gptq" only, where its diagonal is the
+    importance unless that is given. Of a stack, also [E, K, K].
     options: zero_point="integer" | "fractional" for u4.
+
+    Returns a QuantizedTensor, or QuantizedExperts of a stack. A type checker knows the latter of a NumPy array whose
+    type has three axes; of others it expects a QuantizedTensor.
+
+    Raises FormatError for an unknown format or option, ShapeError for a K that the format cannot store, and DataError
+    for weights that are not finite.
+
+        >>> w = np.linspace(-1, 1, 8 * 64, dtype=np.float32).reshape(8, 64)
+        >>> bf.quantize(w, "q4_0")
+        QuantizedTensor(q4_0, [8, 64], group_size=32, 288 bytes)
+        >>> bf.quantize(np.stack([w, -w]), "fp4", group_size=32).shape
+        (2, 8, 64)
     """
     taken = float_input("quantize", "w", w)
     weights: Any = DeviceArray.of(taken) if taken.kind == "torch" and taken.device == "cuda" else taken.numpy()
     if weights.ndim not in (2, 3) or 0 in weights.shape[:-1]:
-        takes = "a matrix [N, K], or a stack [E, N, K], with E > 0 and N > 0"
-        raise ShapeError(complaint("quantize", "w", f"shape {weights.shape}", takes))
+        expected = "a matrix [N, K], or a stack [E, N, K], with E > 0 and N > 0"
+        raise ShapeError(bad_argument("quantize", "w.shape", weights.shape, expected))
     if weights.ndim == 2:
         return quantize_matrix("quantize", "w", weights, format, group_size, method, options, importance, hessian)
     known = [_of_each(importance, 1, weights.shape[0]), _of_each(hessian, 2, weights.shape[0])]
@@ -62,7 +109,7 @@ def quantize(
         quantize_matrix("quantize", f"w[{e}]", weights[e], format, group_size, method, options, *own)
         for e, own in enumerate(zip(*known, strict=True))
     ]
-    return cast("QuantizedTensor", QuantizedExperts.from_tensors(matrices))
+    return QuantizedExperts.from_tensors(matrices)
 
 
 def _of_each(known: Any, axes: int, experts: int) -> list[Any]:
@@ -70,7 +117,8 @@ def _of_each(known: Any, axes: int, experts: int) -> list[Any]:
     if known is None or len(getattr(known, "shape", ())) <= axes:  # what is no array is refused with each matrix
         return [known] * experts
     if known.shape[0] != experts:
-        raise ShapeError(complaint("quantize", "w", f"{known.shape[0]} experts' inputs for {experts}", "one for each"))
+        problem = f"w has {experts} experts, and the statistics of its inputs have {known.shape[0]}"
+        raise ShapeError(failure("quantize", problem))
     return [known[e] for e in range(experts)]
 
 
@@ -99,8 +147,9 @@ def quantize_matrix(
     _check_finite(call, argument, w)
     weights = None if importance is None else _importance(call, importance, k)
     if (method == "gptq") != (hessian is not None):
-        got, takes = ("None", f"[{k}, {k}]") if hessian is None else ("a value", "none")
-        raise FormatError(complaint(call, "hessian", got, f"{takes} for method {method!r}"))
+        if hessian is None:
+            raise FormatError(failure(call, f"method 'gptq' needs hessian= [{k}, {k}], which is X^T X of the inputs X"))
+        raise FormatError(failure(call, f"hessian= is for method 'gptq', and method is {method!r}", "Leave it out."))
     if hessian is not None:
         w = w.numpy() if isinstance(w, DeviceArray) else w
         planes = quantize_gptq(call, format, w, group_size, _hessian(call, hessian, k), weights, options)
@@ -108,8 +157,8 @@ def quantize_matrix(
         planes = format.quantize(w, group_size, method, weights, **options)
     for name, plane in planes.items():
         if plane.dtype.kind == "f" and not np.isfinite(plane).all():
-            got = f"weights whose {name} overflows {plane.dtype}"
-            raise DataError(complaint(call, argument, got, "smaller weights"))
+            problem = f"the {name} of {argument} overflows {plane.dtype}"
+            raise DataError(failure(call, problem, "Scale the weights down, or use a format with a wider scale."))
     if isinstance(planes["codes"], DeviceArray):
         return _packed_there(format, planes, group_size, options)
     return QuantizedTensor.owning(format, (n, k), group_size, format.pack(planes))
@@ -119,30 +168,30 @@ def _check_finite(call: str, argument: str, w: Any) -> None:
     finite = np.isfinite(w)
     if not finite.all():
         where = tuple(int(i) for i in np.argwhere(~finite)[0])
-        got = f"{float(w[where])} at row {where[0]}, k {where[1]}"
-        raise DataError(complaint(call, argument, got, "finite numbers"))
+        value = f"{float(w[where])} at row {where[0]}, k {where[1]}"
+        raise DataError(bad_argument(call, argument, value, "finite numbers"))
 
 
 def _importance(call: str, given: Any, k: int) -> NDArray[Any]:
     importance = _statistics(call, "importance", given, (k,))
     if (importance < 0).any():
         at = int(np.argmax(importance < 0))
-        raise DataError(complaint(call, "importance", f"{importance[at]} at k {at}", "numbers of at least 0"))
+        raise DataError(bad_argument(call, f"importance[{at}]", importance[at], "0 or more"))
     return importance
 
 
 def _hessian(call: str, given: Any, k: int) -> NDArray[Any]:
     hessian = _statistics(call, "hessian", given, (k, k))
-    takes = "X^T X of the inputs X [tokens, K]"
+    expected = "X^T X of the inputs X [tokens, K]"
     diagonal = np.diagonal(hessian)
     if (diagonal < 0).any():
         at = int(np.argmax(diagonal < 0))
-        raise DataError(complaint(call, "hessian", f"{diagonal[at]} at [{at}, {at}]", takes))
+        raise DataError(bad_argument(call, f"hessian[{at}, {at}]", diagonal[at], f"0 or more, as in {expected}"))
     largest = float(np.abs(diagonal).max())
     for start in range(0, k, ASYMMETRY_ROWS):  # the whole difference would be another matrix of this size
         rows = slice(start, start + ASYMMETRY_ROWS)
         if (np.abs(hessian[rows] - hessian[:, rows].T) > ASYMMETRY * largest).any():
-            raise DataError(complaint(call, "hessian", "a matrix that is not symmetric", takes))
+            raise DataError(bad_argument(call, "hessian", "not symmetric", expected))
     return hessian
 
 
@@ -153,13 +202,13 @@ def _statistics(call: str, argument: str, given: Any, shape: tuple[int, ...]) ->
         taken = taken.with_source(given.detach().cpu())
     array = taken.numpy()
     if array.dtype not in (np.float32, np.float64):
-        raise DTypeError(complaint(call, argument, f"dtype {taken.dtype_name}", "float32 or float64"))
+        raise DTypeError(bad_argument(call, f"dtype of {argument}", taken.dtype_name, "float32 or float64"))
     if array.shape != shape:
-        raise ShapeError(complaint(call, argument, f"shape {array.shape}", f"{shape} for weights [N, {shape[0]}]"))
+        raise ShapeError(bad_argument(call, f"shape of {argument}", array.shape, f"{shape} for [N, {shape[0]}]"))
     finite = np.isfinite(array)
     if not finite.all():
         where = tuple(int(i) for i in np.argwhere(~finite)[0])
-        raise DataError(complaint(call, argument, f"{array[where]} at {list(where)}", "finite numbers"))
+        raise DataError(bad_argument(call, argument, f"{array[where]} at {list(where)}", "finite numbers"))
     return array
 
 
@@ -182,5 +231,5 @@ def check_method(call: str, method: str, *, takes_hessian: bool = True) -> None:
     """Raises unless there is such a method. GPTQ is only for calls that take a Hessian."""
     known = [repr(name) for name in METHODS if takes_hessian or name != "gptq"]
     if repr(method) not in known:
-        elsewhere = "; bf.quantize takes 'gptq', with hessian=" if method == "gptq" else ""
-        raise FormatError(complaint(call, "method", repr(method), " or ".join(known) + elsewhere))
+        elsewhere = ". bf.quantize has 'gptq', with hessian=" if method == "gptq" else ""
+        raise FormatError(bad_argument(call, "method", repr(method), " or ".join(known) + elsewhere))

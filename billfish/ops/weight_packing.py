@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.core.arrays import Input, float_dtype, float_input
-from billfish.core.errors import ShapeError, complaint
+from billfish.core.errors import ShapeError, bad_argument
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import ArrayT, FloatType, Method
 from billfish.ops.matmul import dequantize
@@ -53,17 +53,27 @@ def _pair(name: str, format: str, codes: str) -> tuple[PackWeights, UnpackWeight
         storage = {"packed": packed, "scales": scales}
         return _unpack(f"unpack_{name}_weights", format, storage, group_size, dtype)
 
-    pack.__doc__ = f"""w_kn [K, N] -> {codes}, uint32 [K/8, N], and scales float16 [K/g, N].
+    pack.__doc__ = f"""Quantize weights [K, N] to {codes}.
 
-    group_size: how many consecutive weights along K share a scale, the g of the shapes.
+    w_kn: [K, N], K first. group_size: how many consecutive weights along K share a scale, the g of the shapes.
     method: "mse" or "rtn", as in `bf.quantize`.
 
-        packed, scales = bf.pack_{name}_weights(w_kn, group_size=128)
-        y = bf.quantized_linear(x, packed, scales, format="{format}", group_size=128)
-    """
-    unpack.__doc__ = f"""The inverse of `bf.pack_{name}_weights`: w [K, N] as numbers, in `dtype`.
+    Returns codes uint32 [K/8, N] and scales float16 [K/g, N]. Raises as `bf.quantize` does.
 
-    packed, scales, group_size: as `bf.pack_{name}_weights` made them.
+        >>> packed, scales = bf.pack_{name}_weights(np.ones((64, 8), np.float32), group_size=32)
+        >>> x = np.ones((2, 64), np.float32)
+        >>> bf.quantized_linear(x, packed, scales, format="{format}", group_size=32).shape
+        (2, 8)
+    """
+    unpack.__doc__ = f"""Decode what `bf.pack_{name}_weights` made.
+
+    packed, scales, group_size: as `bf.pack_{name}_weights` made them. dtype: as in `bf.dequantize`.
+
+    Returns w [K, N], of the library of `packed`.
+
+        >>> arrays = bf.pack_{name}_weights(np.ones((64, 8), np.float32))
+        >>> bf.unpack_{name}_weights(*arrays).shape
+        (64, 8)
     """
     for function in (pack, unpack):
         function.__name__ = function.__qualname__ = f"{function.__name__}_{name}_weights"
@@ -87,10 +97,17 @@ def pack_u4_weights(
 def pack_u4_weights(
     w_kn: Any, group_size: int = 32, *, method: Method = "mse", zero_point: ZeroPoint = "integer"
 ) -> Any:
-    """w_kn [K, N] -> codes uint32 [K/8, N], scales float16 [K/g, N], zeros [K/g, N].
+    """Quantize weights [K, N] to unsigned 4-bit codes with zero points.
 
-    group_size, method: as in `bf.pack_fp4_weights`.
-    zero_point: "integer" makes zeros uint8, "fractional" float16.
+    w_kn: [K, N], K first. group_size: how many consecutive weights along K share a scale, the g of the shapes.
+    method: "mse" or "rtn", as in :func:`quantize`. zero_point: "integer" makes zeros uint8, "fractional" float16.
+
+    Returns codes uint32 [K/8, N], scales float16 [K/g, N] and zeros [K/g, N]: w = (code - zero) * scale. Raises as
+    :func:`quantize` does.
+
+        >>> packed, scales, zeros = bf.pack_u4_weights(np.ones((64, 8), np.float32))
+        >>> packed.shape, scales.shape, zeros.dtype.name
+        ((8, 8), (2, 8), 'uint8')
     """
     return _pack("pack_u4_weights", w_kn, "u4", group_size, method, zero_point=zero_point)
 
@@ -113,9 +130,15 @@ def unpack_u4_weights(
 def unpack_u4_weights(
     packed: Any, scales: Any, zeros: Any, group_size: int = 32, *, dtype: FloatType = "float32"
 ) -> Any:
-    """The inverse of `bf.pack_u4_weights`: w [K, N] = (q - zero) * scale, in `dtype`.
+    """Decode what :func:`pack_u4_weights` made: w [K, N] = (code - zero) * scale.
 
-    packed, scales, zeros, group_size: as `bf.pack_u4_weights` made them.
+    packed, scales, zeros, group_size: as :func:`pack_u4_weights` made them. dtype: as in :func:`dequantize`.
+
+    Returns w [K, N], of the library of `packed`.
+
+        >>> arrays = bf.pack_u4_weights(np.ones((64, 8), np.float32))
+        >>> bf.unpack_u4_weights(*arrays).shape
+        (64, 8)
     """
     storage = {"packed": packed, "scales": scales, "zeros": zeros}
     return _unpack("unpack_u4_weights", "u4", storage, group_size, dtype)
@@ -124,7 +147,7 @@ def unpack_u4_weights(
 def _pack(call: str, w_kn: Any, format: str, group_size: int, method: str, **options: str) -> tuple[Any, ...]:
     taken = float_input(call, "w_kn", w_kn)
     if len(taken.shape) != 2 or taken.shape[1] == 0:
-        raise ShapeError(complaint(call, "w_kn", f"shape {taken.shape}", "a matrix [K, N] with N > 0"))
+        raise ShapeError(bad_argument(call, "w_kn.shape", taken.shape, "a matrix [K, N] with N > 0"))
     check_method(call, method, takes_hessian=False)
     tensor = quantize_matrix(call, "w_kn", taken.numpy().T, format, group_size, method, options)
     return tuple(taken.like(np.array(array)) for array in tensor.storage.values())  # the tensor's own are read-only

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from billfish.checkpoints.names.expert_stacks import stacks_in
-from billfish.core.errors import DataError, complaint
+from billfish.core.errors import DataError, bad_argument, failure
 from billfish.core.files import read_text, write_atomically
 
 CALL = "quantize"
@@ -66,13 +66,11 @@ class BitPlan:
         for rule in rules:
             pattern, equals, format = rule.rpartition("=")
             if not equals or not format or pattern in keep:
-                takes = "REGEX=FORMAT in each line, each REGEX once, and =FORMAT for all other matrices"
-                raise DataError(complaint(CALL, "--plan", repr(rule), takes))
+                fix = "Write REGEX=FORMAT in each line, each REGEX once, and =FORMAT for all other matrices."
+                raise DataError(failure(CALL, f"--plan has the line {rule!r}", fix))
             keep[pattern] = format
         if "" not in keep:
-            raise DataError(
-                complaint(CALL, "--plan", f"{path.name} without a line =FORMAT", "one, for all other matrices")
-            )
+            raise DataError(failure(CALL, f"--plan {path.name} has no line =FORMAT, for all other matrices"))
         return cls(keep.pop(""), keep)
 
 
@@ -83,7 +81,7 @@ def choose_formats(choices: Mapping[Matrix, Sequence[Choice]], bits: float) -> d
     left = bits * sum(matrix.weights for matrix in chosen) - sum(choice.bits for choice in chosen.values())
     if left < 0:
         least = bits - left / sum(matrix.weights for matrix in chosen)
-        raise DataError(complaint(CALL, "--bits", bits, f"at least {least:.3f}, which the smallest formats take"))
+        raise DataError(bad_argument(CALL, "--bits", bits, f"at least {least:.3f}, the bits of the smallest formats"))
     upgrades = [
         ((before.damage - after.damage) / (after.bits - before.bits), matrix, before, after)
         for matrix, edge in edges.items()

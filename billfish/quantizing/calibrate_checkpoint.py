@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
 from billfish.checkpoints.write.resumable_writer import Identity, Output, identity, is_current, partial_path, write
-from billfish.core.errors import BillfishError, DataError, complaint
+from billfish.core.errors import BillfishError, DataError, bad_argument, failure
 from billfish.core.files import path_of, read_text, replacing
 from billfish.core.progress import Progress
 from billfish.core.version import __version__
@@ -66,9 +66,9 @@ class Calibration:
         config = describe(source.fields, source.vocabulary, source.tensors)
         window = min(WINDOW, config.context) if window is None else window
         if not 1 <= window <= config.context:
-            raise DataError(complaint(CALL, "window", window, f"from 1 to {config.context}, the model's context"))
+            raise DataError(bad_argument(CALL, "window", window, f"1 to {config.context}, the model's context"))
         if tokens < 1:
-            raise DataError(complaint(CALL, "tokens", tokens, "a whole number from 1 on"))
+            raise DataError(bad_argument(CALL, "tokens", tokens, "1 or more"))
         content, name = named_text(text)
         windows = windows_of(source.tokenizer(), content, tokens, window)
         tensors = ModelTensors(source, config)
@@ -199,16 +199,23 @@ def calibrate_checkpoint(
     window: int | None = None,
     progress: bool = True,
 ) -> Statistics:
-    """Run a text through a language model, and write statistics of the inputs of its matrices: what `billfish
-    calibrate` does. It runs on the CPU, in float32.
+    """Run a text through a language model and write statistics of its activations: what `billfish calibrate` does.
 
-    src: a model that bf.llm.load takes. dst: a file to create: .safetensors, or .gguf for llama.cpp's imatrix.
+    It runs on the CPU, in float32. If the process is killed, the same call continues where it was, to the same bits.
+
+    src: a model that :func:`billfish.llm.load` takes. dst: a file to create: .safetensors, or .gguf for llama.cpp's
+    imatrix.
     text: a file in UTF-8; None is a text that the package carries.
-    hessian: whether to keep X^T X [K, K] of each input, too; see docs/calibration.md for what it takes.
+    hessian: whether to keep X^T X [K, K] of each input, too.
     tokens: at most so many, from the text's beginning. window: tokens that see each other (512, or the context).
     progress: whether to draw a bar on terminals.
 
-    Killed at any moment, the same call goes on where it was, to the same bits.
+    Returns the Statistics. Raises ModelError for a model that cannot be run, and DataError for a text without enough
+    tokens.
+
+        >>> known = bf.calibrate_checkpoint("model.gguf", "known.safetensors", tokens=64, window=32, progress=False)
+        >>> known["blk.0.attn_q.weight"].squares.shape
+        (64,)
     """
     out = path_of(CALL, dst)
     check_suffix(out, hessian, WRITABLE)
@@ -227,7 +234,11 @@ def calibrated(
     text: a file, or a bool for the text that the package carries.
     """
     if not checkpoint.files:
-        raise DataError(complaint(CALL, "calibrate", "tensors in memory", "a model in files; or bf.calibrate for it"))
+        raise DataError(
+            failure(
+                CALL, "tensors in memory cannot be calibrated here", "Pass a path, or use bf.calibrate(model, batches)."
+            )
+        )
     calibration = Calibration.of(checkpoint.path, None if isinstance(text, bool) else text, hessian, TOKENS, None)
     path = Path(f"{os.path.abspath(out)}.partial-statistics.safetensors")  # a name that nobody else has
     if not path.exists() or Statistics.load(path).run != calibration.run:
@@ -264,8 +275,8 @@ def windows_of(tokenizer: Tokenizer, text: str, tokens: int, window: int) -> lis
     start = [tokenizer.bos] if tokenizer.starts_with_bos and tokenizer.bos is not None else []
     step = window - len(start)
     if not ids or step < 1:
-        got = "no tokens" if not ids else f"windows of {window}"
-        raise DataError(complaint(CALL, "text", got, "a text, and windows that hold some of it"))
+        problem = "the text is empty" if not ids else f"window is {window}, too short for any text"
+        raise DataError(failure(CALL, problem))
     windows = [start + ids[at : at + step] for at in range(0, len(ids), step)]
     kept: list[list[int]] = []
     for part in windows:
@@ -274,5 +285,5 @@ def windows_of(tokenizer: Tokenizer, text: str, tokens: int, window: int) -> lis
             break
         kept.append(part[:left])
     if not kept:
-        raise DataError(complaint(CALL, "tokens", tokens, f"from {1 + len(start)} on"))
+        raise DataError(bad_argument(CALL, "tokens", tokens, f"{1 + len(start)} or more"))
     return kept

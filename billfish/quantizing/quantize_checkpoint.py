@@ -18,7 +18,7 @@ from billfish.checkpoints.reports import ConversionReport
 from billfish.checkpoints.write.export import check_export, export
 from billfish.checkpoints.write.plan import Settings
 from billfish.checkpoints.write.selection import Quantization, Rule
-from billfish.core.errors import DataError, FormatError, complaint
+from billfish.core.errors import DataError, FormatError, bad_argument, failure
 from billfish.core.files import path_of
 from billfish.core.format import Format, parse_format
 from billfish.core.progress import OnProgress
@@ -49,26 +49,36 @@ def quantize_checkpoint(
 ) -> ConversionReport:
     """Quantize the weights of a checkpoint, file to file: what `billfish quantize` does.
 
-    Embeddings, the last layer, norms, routers and whatever is quantized already stay as they are; `report.left` says
-    which and why. Experts are quantized, in stacks or one by one. If nothing would be quantized, that is an error.
+    Embeddings, the LM head, norms, routers and whatever is quantized already stay as they are; `report.left` says
+    which and why. Experts are quantized, in stacks or one by one.
 
-    format: of the weights, such as "fp4" or "fp4:64"; `group_size`, too, says how large groups are (-1: a whole row;
-    None: the format's own). Or a mix such as "Q4_K_M", which chooses a format for each tensor, embeddings and the last
-    layer too, as llama.cpp does.
-    method: "mse", "rtn" or "gptq", as in bf.quantize.
+    src, dst, raw_names, overwrite, progress: as in :func:`billfish.convert`. to: likewise; by default GGUF for a file
+    that ends in .gguf, else our own layout.
+    format: of the weights, such as "fp4" or "fp4:64". Or a mix such as "Q4_K_M", which chooses a format for each
+    tensor, embeddings and the LM head too, as llama.cpp does.
+    group_size: weights that share a scale; -1 is a whole row, None the format's default.
+    method: "mse", "rtn" or "gptq", as in :func:`billfish.quantize`.
     keep: {regular expression: format} for other tensors or another format: "q8_0", "u4b8:128" with a group size, or
     "keep", which leaves them as they are. The first that finds a tensor's name counts.
     only: regular expressions; tensors that none of them finds, nor `keep`, stay as they are.
     requantize: whether weights that are quantized already are quantized again, too.
-    statistics: of the inputs that weights are multiplied with, or a file of them: errors then count where the inputs
-    are large. Those of another model are an error.
+    statistics: of the inputs of the weights, or a file of them. They weight the quantization error. Those of another
+    model are an error.
     calibrate: a text to run through the model for such statistics, or True for one that the package carries; see
-    bf.calibrate_checkpoint. "gptq" needs X^T X: of statistics that have it, or it is calibrated with that text.
-    src, dst, raw_names, overwrite, progress: as in bf.convert. to: likewise; by default GGUF for a file that ends in
-    .gguf, else our own layout.
+    :func:`billfish.calibrate_checkpoint`. "gptq" needs X^T X: of statistics that have it, or it is calibrated with
+    that text.
+
+    Returns a ConversionReport. Raises CheckpointError for what cannot be read or written, and DataError if nothing
+    would be quantized.
+
+        >>> arrays = {"layers.0.up_proj.weight": np.ones((32, 64), np.float32)}
+        >>> report = bf.save(arrays, "unquantized.safetensors", progress=False)
+        >>> report = bf.quantize_checkpoint("unquantized.safetensors", "quantized.safetensors", "q4_0", progress=False)
+        >>> bf.open_checkpoint("quantized.safetensors")["layers.0.up_proj.weight"]
+        QuantizedTensor(q4_0, [32, 64], group_size=32, 1152 bytes)
     """
     if statistics is not None and calibrate:
-        raise DataError(complaint(CALL, "calibrate", "it and statistics", "one of them"))
+        raise DataError(failure(CALL, "calibrate= and statistics= exclude each other", "Pass one of them."))
     settings = _settings(dst, format, group_size, method, keep or {}, {}, only, to, requantize, raw_names, overwrite)
     checkpoint, out = opened(src), Path(dst)
     if statistics is None and (calibrate or method == "gptq"):
@@ -102,8 +112,8 @@ def quantize_to_bits(
     keep: rules of the user, which come first. The average is that of the plan, without them.
     """
     if group_size is not None:
-        takes = "group sizes in --formats, such as fp4:64"
-        raise DataError(complaint(CALL, "--group-size", f"{group_size} beside --bits", takes))
+        problem = "--group-size and --bits exclude each other"
+        raise DataError(failure(CALL, problem, "Write group sizes in --formats, as in fp4:64."))
     path, destination = path_of(CALL, source), Path(out)
     checkpoint, written = opened(path), None if plan_file is None else Path(plan_file)
     plan = BitPlan.load(written) if written is not None and written.exists() else None
@@ -169,10 +179,14 @@ def _settings(
     patterns = tuple(_pattern("only", pattern) for pattern in only)
     allowed = target.quantizes or target.formats
     if not allowed:
-        raise FormatError(complaint(CALL, "to", target.name, "a layout that holds quantized weights"))
+        raise FormatError(failure(CALL, f"the layout {target.name} cannot store quantized weights", "Choose another."))
     for used in (chosen, *(rule.format for rule in (*rules, *later))):
         if used is not None and target.own(used).name not in allowed:
-            raise FormatError(complaint(CALL, "format", used.name, f"one of {', '.join(allowed)} for {target.name}"))
+            raise FormatError(
+                failure(
+                    CALL, f"the layout {target.name} cannot store {used.name}", f"Its formats are {', '.join(allowed)}."
+                )
+            )
     quantization = Quantization(chosen, group_size, method, rules, patterns, mix, planned=later)
     return Settings(target, quantization, requantize, raw_names, overwrite=overwrite)
 
@@ -187,7 +201,7 @@ def _pattern(argument: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise FormatError(complaint(CALL, argument, f"{pattern!r} ({error})", "a regular expression")) from None
+        raise FormatError(bad_argument(CALL, argument, f"{pattern!r} ({error})", "a regular expression")) from None
 
 
 @contextlib.contextmanager

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from billfish.checkpoints.checkpoint import load as load_checkpoint
+from billfish.checkpoints.checkpoint import open_checkpoint
 from billfish.checkpoints.write.resumable_writer import identity
 from billfish.checkpoints.write.selection import Quantization
-from billfish.core.errors import DataError, complaint
+from billfish.core.errors import DataError, bad_argument, failure
 from billfish.core.files import write_atomically
 from billfish.core.format import Format, parse_format
 from billfish.core.progress import Progress
@@ -64,11 +64,11 @@ class Candidate:
 def candidates_of(names: Sequence[str], bits: float) -> list[Candidate]:
     """The formats of a list; raises unless they are there once each, and one of them takes no more than `bits`."""
     if not names or len(set(names)) < len(names):
-        raise DataError(complaint(CALL, "--formats", ",".join(names), "formats, each of them once"))
+        raise DataError(bad_argument(CALL, "--formats", ",".join(names) or "empty", "different formats"))
     candidates = [Candidate.of(name) for name in names]
     least = min(candidate.bits(LONG_ROW) for candidate in candidates)
     if not least <= bits:
-        raise DataError(complaint(CALL, "--bits", bits, f"at least {least:g}, the bits of the smallest format"))
+        raise DataError(bad_argument(CALL, "--bits", bits, f"at least {least:g}, the bits of the smallest format"))
     return candidates
 
 
@@ -111,7 +111,7 @@ class Damage:
         """
         checkpoint = self._source.tensors
         how = Quantization(self.candidates[0].format, None, "mse", statistics=self._statistics)
-        how.check_statistics(load_checkpoint(self._path))
+        how.check_statistics(open_checkpoint(self._path))
         found: dict[str, Matrix] = {}
         by_origin: dict[str, list[str]] = {}
         for name in checkpoint:
@@ -128,8 +128,8 @@ class Damage:
             )
             found |= dict.fromkeys(same, whole)
         if not found:
-            takes = "plain weights, or --requantize for weights that are quantized already"
-            raise DataError(complaint(CALL, str(self._path), "no matrix to quantize", takes))
+            problem = f"{self._path} has no unquantized matrices"
+            raise DataError(failure(CALL, problem, "--requantize quantizes quantized ones again, with loss."))
         return found
 
     # ---- what was measured --------------------------------------------------------------------------------------
@@ -210,8 +210,8 @@ class Damage:
                 if fits(candidate, shape)
             ]
             if not choices[matrix]:
-                got, takes = f"K = {shape[-1]}, which none of the formats holds", "a format that does, in --formats"
-                raise DataError(complaint(CALL, matrix.name, got, takes))
+                problem = f"none of --formats can store {matrix.name}, with K = {shape[-1]}"
+                raise DataError(failure(CALL, problem, "Add one with a smaller block size, such as q8_0."))
         return choices
 
     def remarks(self, chosen: dict[Matrix, Choice]) -> list[str]:

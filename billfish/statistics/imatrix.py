@@ -22,7 +22,7 @@ from billfish.checkpoints.layouts.gguf import Metadata, open_gguf
 from billfish.checkpoints.names.expert_stacks import stacks_in
 from billfish.checkpoints.names.gguf_names import gguf_name, is_gguf_name
 from billfish.checkpoints.safetensors_files import MappedFile, check_count
-from billfish.core.errors import DataError, complaint
+from billfish.core.errors import DataError, failure
 from billfish.core.storage import Array
 from billfish.statistics.inputs import CALL, InputStatistics, Recorded
 
@@ -39,7 +39,13 @@ def matrix_names(name: str) -> list[str]:
     found = [gguf_name(own) for own in (stacks if expert is None and stacks else (name,))]
     known = [own for own in found if own is not None]
     if len(known) != len(found):
-        raise DataError(complaint(CALL, name, "a matrix that llama.cpp has no name for", "a .safetensors file for it"))
+        raise DataError(
+            failure(
+                CALL,
+                f"llama.cpp has no name for {name}, so an imatrix file cannot hold it",
+                "Save to a .safetensors file.",
+            )
+        )
     return known
 
 
@@ -80,35 +86,35 @@ def read_gguf(path: Path) -> Recorded:
     """What an imatrix file holds."""
     files, entries, fields = open_gguf(path)
     if fields.get(TYPE) != "imatrix":
-        got = f"{TYPE} = {fields.get(TYPE)!r}"
-        raise DataError(complaint(CALL, str(path), got, "an imatrix file, or what `billfish calibrate` writes"))
+        problem = f"{path} is not an imatrix file: its {TYPE} is {fields.get(TYPE)!r}"
+        raise DataError(failure(CALL, problem, "Make one with `billfish calibrate`."))
     inputs = {}
     for tensor in entries:
         name, found, _ = tensor.rpartition(SUMS)
         if not found:
             continue
         if f"{name}{COUNTS}" not in entries:
-            raise DataError(complaint(CALL, name, "sums without counts", "a whole imatrix file"))
+            raise DataError(failure(CALL, f"{path} is damaged: {name} has sums without counts"))
         sums, counts = (_numbers(entries[f"{name}{part}"].read(None, None), name) for part in (SUMS, COUNTS))
         experts = counts.size
         if sums.size == 0 or experts == 0 or sums.size % experts:
-            raise DataError(complaint(CALL, name, f"{sums.size} sums for {experts} counts", "K for each"))
+            raise DataError(failure(CALL, f"{path} is damaged: {name} has {sums.size} sums for {experts} counts"))
         shape = (experts,) if experts > 1 else ()
         if not ((counts >= 0) & (counts < 2.0**63)).all():
-            raise DataError(complaint(CALL, name, "counts that are negative or not finite", "numbers of tokens"))
+            raise DataError(failure(CALL, f"{path} is damaged: {name} has counts that are negative or not finite"))
         known = InputStatistics(
             sums.reshape(*shape, -1).astype(np.float64), np.rint(counts).astype(np.int64).reshape(shape)
         )
         known.check(name)
         inputs[name] = known
     if not inputs:
-        raise DataError(complaint(CALL, str(path), "no sums", "an imatrix file with entries"))
+        raise DataError(failure(CALL, f"{path} has no entries"))
     return Recorded(inputs, files[0], _chunk(fields), _texts(fields))
 
 
 def _numbers(array: object, name: str) -> Array:
     if not isinstance(array, np.ndarray) or array.dtype != np.float32:
-        raise DataError(complaint(CALL, name, "sums or counts of another type", "F32"))
+        raise DataError(failure(CALL, f"the sums or counts of {name} are not F32"))
     return array
 
 
@@ -145,8 +151,8 @@ def dat_content(
 
 
 def too_many(count: int) -> DataError:
-    """The error for counts that llama.cpp's files have no place for."""
-    return DataError(f"{CALL}: {count} chunks of text do not fit in an imatrix file. Save to a .safetensors file.")
+    """The error for counts too large for llama.cpp's files."""
+    return DataError(f"{CALL}: an imatrix file cannot count {count} chunks of text. Save to a .safetensors file.")
 
 
 def read_dat(file: MappedFile) -> Recorded:
@@ -157,7 +163,7 @@ def read_dat(file: MappedFile) -> Recorded:
     def take(size: int) -> memoryview:
         nonlocal at
         if size < 0 or at + size > len(data):
-            raise ValueError(f"it ends inside of what it promises, at byte {at} of {len(data)}")
+            raise ValueError(f"it is truncated at byte {at} of {len(data)}")
         at += size
         return data[at - size : at]
 
@@ -173,7 +179,7 @@ def read_dat(file: MappedFile) -> Recorded:
             name = str(take(number()), "utf-8")
             calls, size = number(), number()
             if name in inputs or size < 1:
-                raise ValueError(f"{size} numbers for {name!r}" if size < 1 else f"{name!r} a second time")
+                raise ValueError(f"{size} numbers for {name!r}" if size < 1 else f"{name!r} occurs twice")
             sums = np.frombuffer(take(4 * size), "<f4").astype(np.float64)
             inputs[name] = InputStatistics(sums, np.array(calls, np.int64))
         texts = []
@@ -181,8 +187,9 @@ def read_dat(file: MappedFile) -> Recorded:
             number()
             texts.append(str(take(number()), "utf-8", "replace"))
     except ValueError as error:  # also of names that are no UTF-8
-        got, takes = f"what is no imatrix file ({error})", "statistics: .safetensors, or llama.cpp's .gguf or .dat"
-        raise DataError(complaint(CALL, str(file.path), got, takes)) from None
+        problem = f"{file.path} is not an imatrix file, or damaged: {error}"
+        fix = "Expected a .safetensors file of `billfish calibrate`, or a .gguf or .dat file of llama.cpp."
+        raise DataError(failure(CALL, problem, fix)) from None
     for name, known in inputs.items():
         known.check(name)
     return Recorded(inputs, file, DEFAULT_WINDOW, tuple(texts))

@@ -16,7 +16,7 @@ from billfish.backends import BACKENDS
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.backend import CpuBackend
 from billfish.checkpoints.safetensors_files import MappedFile
-from billfish.core.errors import DataError, complaint
+from billfish.core.errors import DataError, failure
 
 CALL = "calibrate"
 ROWS = 256  # of x that are added up before they come to the sums
@@ -30,6 +30,10 @@ class InputStatistics:
     squares: of x^2, float64 [K] or [E, K].
     counts: how many x there were, int64 [] or [E].
     outer: of x x^T, float32 [K, K] or [E, K, K]; None where it was not asked for.
+
+        >>> from billfish.statistics import InputStatistics
+        >>> InputStatistics(np.ones(32), np.array(10)).squares.shape
+        (32,)
     """
 
     squares: NDArray[np.float64]
@@ -43,14 +47,13 @@ class InputStatistics:
         if self.outer is not None:
             shapes.append(self.outer.shape == (*experts, k, k))
         if not all(shapes):
-            got = (
-                f"squares {self.squares.shape}, counts {self.counts.shape}, outer {getattr(self.outer, 'shape', None)}"
-            )
-            raise refused(call, name, got, "[K], [] and [K, K], or the same for E experts")
+            found = f"{self.squares.shape}, {self.counts.shape} and {getattr(self.outer, 'shape', None)}"
+            fix = "Expected [K], [] and [K, K], or the same for E experts."
+            raise refused(call, name, f"squares, counts and outer have the shapes {found}", fix)
         if not np.isfinite(self.squares).all() or (self.squares < 0).any():
-            raise refused(call, name, "sums of squares that are negative or not finite", "numbers from 0 on")
+            raise refused(call, name, "its sums of squares are negative or not finite")
         if (self.counts < 0).any() or not (self.counts > 0).any():
-            raise refused(call, name, f"{int(self.counts.sum())} tokens", "at least one")
+            raise refused(call, name, f"it has seen {int(self.counts.sum())} tokens")
 
     def importance(self, expert: int | None = None) -> NDArray[np.float32]:
         """The mean square of each input: [K], or [E, K] for all experts. An expert that saw no token gets the mean of
@@ -60,11 +63,11 @@ class InputStatistics:
     def hessian(self, name: str, call: str = CALL, expert: int | None = None) -> NDArray[np.float32]:
         """The mean of x x^T: [K, K] or [E, K, K], of experts as :meth:`importance`. Raises unless there is one."""
         if self.outer is None:
-            takes = "statistics with X^T X: `billfish calibrate --hessian`, or calibrate(..., hessian=True)"
-            raise refused(call, name, "mean squares alone", takes)
+            fix = "Compute it with `billfish calibrate --hessian`, or calibrate(..., hessian=True)."
+            raise refused(call, name, "it has no X^T X, only mean squares", fix)
         mean: NDArray[np.float32] = self._mean(self.outer, expert)
         if not np.isfinite(mean).all():
-            raise refused(call, name, "X^T X with numbers that are not finite", "finite numbers")
+            raise refused(call, name, "its X^T X is not finite")
         return mean
 
     def _mean(self, sums: NDArray[Any], expert: int | None) -> NDArray[Any]:
@@ -90,9 +93,9 @@ class Recorded(NamedTuple):
     run: str = ""
 
 
-def refused(call: str, name: str, got: str, takes: str) -> DataError:
-    """The error for statistics that do not fit."""
-    return DataError(complaint(call, name, got, takes))
+def refused(call: str, name: str, problem: str, fix: str = "") -> DataError:
+    """The error for the statistics of one matrix."""
+    return DataError(failure(call, f"statistics of {name}: {problem}", fix))
 
 
 # ---- adding up ----------------------------------------------------------------------------------------------------

@@ -15,25 +15,32 @@ from billfish.checkpoints.names.expert_stacks import stacks_in
 from billfish.checkpoints.names.gguf_names import EMBEDDING, HEAD, gguf_name, is_gguf_name
 from billfish.checkpoints.safetensors_files import MappedFile
 from billfish.checkpoints.write.resumable_writer import digest_of
-from billfish.core.errors import DataError, readable
+from billfish.core.errors import DataError, bad_argument, failure
 from billfish.core.files import path_of
 from billfish.statistics.inputs import CALL, InputStatistics, refused
 from billfish.statistics.statistics_file import About, read_statistics, write_statistics
 
 LAYER_NAME = re.compile(r"(?:blk|model\.layers)\.(\d{1,9})\.")
+OTHER_MODEL = "Compute statistics of this very model: `billfish calibrate`."
 UP_STACK, GATE_STACK = "ffn_up_exps", "ffn_gate_exps"
 
 
 class Statistics(Mapping[str, InputStatistics]):
-    """Statistics of the inputs of a model's matrices, by their names: those of GGUF, of a folder, or of a module.
+    """Statistics of the inputs of a model's matrices, by name. :func:`billfish.calibrate` makes them.
 
-    Matrices that multiply the same inputs, as q, k and v do, share one InputStatistics.
+    Names are those of GGUF, of a folder, or of a module. Matrices that multiply the same inputs, as q, k and v do,
+    share one InputStatistics.
 
+    inputs: by the names of the matrices.
     architecture: of the model, GGUF's or the configuration's name of its kind; "" where nobody knows it.
     shapes: [N, K] of each matrix; None where nobody knows them. llama.cpp's files know neither.
-    window: tokens that saw each other.
-    texts: names of the texts.
+    window: tokens that saw each other. texts: names of the texts.
     run: a digest of all that the statistics were computed from.
+
+        >>> from billfish.statistics import InputStatistics, Statistics
+        >>> known = InputStatistics(np.ones(32), np.array(10))
+        >>> Statistics({"layer.weight": known})["layer.weight"].counts
+        array(10)
     """
 
     def __init__(
@@ -47,7 +54,7 @@ class Statistics(Mapping[str, InputStatistics]):
         run: str = "",
     ) -> None:
         if not 1 <= window < 1 << 32:
-            raise DataError(f"{CALL}: window is {readable(str(window))}. It must be a number of tokens from 1 on.")
+            raise DataError(bad_argument(CALL, "window", window, "1 token or more"))
         self._inputs = dict(inputs)
         self._own_names = {_key(name): name for name in reversed(self._inputs)}
         self.architecture, self.window, self.texts, self.run = architecture, window, tuple(texts), run
@@ -99,35 +106,33 @@ class Statistics(Mapping[str, InputStatistics]):
     def check_model(self, call: str, architecture: str, names: Iterable[str]) -> None:
         """Raises if they are of another kind of model, or of layers that a model with these tensors does not have."""
         if self.architecture and architecture and self.architecture != architecture:
-            got, takes = f"those of a model of kind {self.architecture!r}", f"those of this model, of {architecture!r}"
-            raise refused(call, "statistics", got, takes)
+            problem = f"the statistics are of the architecture {self.architecture!r}, and the model is {architecture!r}"
+            raise DataError(failure(call, problem, OTHER_MODEL))
         layers = {int(found[1]) for name in names if (found := LAYER_NAME.match(name))}
         for name in self:
             found = LAYER_NAME.match(name)
             if found and layers and int(found[1]) not in layers:
-                got, takes = "statistics of a matrix that is not there", f"those of a model of {len(layers)} layers"
-                raise refused(call, name, got, takes)
+                raise refused(call, name, f"the model has {len(layers)} layers, and not this one", OTHER_MODEL)
 
     def check_matrix(self, call: str, name: str, shape: Sequence[int], method: str) -> None:
         """Raises unless these are statistics of a model with such a matrix, enough for the method."""
         stack, expert, experts = self._stack_of(name, shape)
         if expert is not None:
             if expert >= experts:
-                raise refused(call, name, f"statistics of {experts} experts", "statistics of this model")
+                raise refused(call, name, f"there are statistics of {experts} experts only", OTHER_MODEL)
             self.check_matrix(call, stack, (experts, *shape), method)
             return
         if name not in self:
             if not _may_be_missing(name):
-                got, takes = "no statistics of its inputs", f"statistics of this model; these know {self._examples()}"
-                raise refused(call, name, got, takes)
+                raise refused(call, name, f"there are none. There are some of {self._examples()}", OTHER_MODEL)
             return
         known, expected = self[name], self.shapes.get(self._own(name), ())
         if len(shape) == 2 and expected not in ((), tuple(shape)):
-            raise refused(call, name, f"statistics of {expected}", f"statistics of this model, where it is {shape}")
+            raise refused(call, name, f"they are of a matrix {expected}, and the model has {shape}", OTHER_MODEL)
         wanted = (shape[0], shape[2]) if len(shape) == 3 else (shape[-1],)
         if known.squares.shape != wanted and not _is_flat_stack(known, shape):
-            got = f"statistics of {known.squares.shape[-1]} inputs, counts {known.counts.shape}"
-            raise refused(call, name, got, f"statistics of this model, where it is {tuple(shape)}")
+            problem = f"they are of {known.squares.shape[-1]} inputs, and the model has {tuple(shape)}"
+            raise refused(call, name, problem, OTHER_MODEL)
         if method == "gptq" and known.outer is None:
             known.hessian(name, call)
 

@@ -22,7 +22,7 @@ import numpy as np
 from billfish.checkpoints.gguf_header import ALIGNMENT
 from billfish.checkpoints.safetensors_files import MappedFile, Stored, open_safetensors
 from billfish.checkpoints.write.target import OutputFile, Piece, Spec, safetensors_header
-from billfish.core.errors import CheckpointError, DataError, complaint
+from billfish.core.errors import CheckpointError, DataError, failure
 from billfish.core.files import parse_json, path_of, replacing
 from billfish.core.storage import Array
 from billfish.statistics import imatrix
@@ -143,7 +143,7 @@ def check_suffix(path: Path, outer: bool, suffixes: Sequence[str] = SUFFIXES) ->
     if path.suffix not in suffixes:
         raise CheckpointError(f"{CALL}: the output {path.name!r} must end in {' or '.join(suffixes)}.")
     if outer and path.suffix != ".safetensors":
-        raise CheckpointError(f"{CALL}: {path.name!r} has no place for X^T X. The output must end in .safetensors.")
+        raise CheckpointError(f"{CALL}: {path.name!r} cannot hold X^T X. The output must end in .safetensors.")
 
 
 def _part_of(known: InputStatistics, names: tuple[str, ...]) -> Part:
@@ -176,18 +176,17 @@ def read_statistics(path: str | os.PathLike[str]) -> Recorded:
 def _read_own(path: Path) -> Recorded:
     file, stored, metadata = open_safetensors(path)
     if metadata.get(MARKER) != VERSION:
-        got = "a file of tensors, with no statistics in it"
-        raise DataError(complaint(CALL, str(path), got, "what `billfish calibrate` writes, or an imatrix file"))
+        problem = f"{path} holds tensors, not statistics"
+        raise DataError(failure(CALL, problem, "Expected a file of `billfish calibrate`, or an imatrix file."))
     try:
         matrices = _matrices(metadata["matrices"])
         texts = tuple(str(text) for text in parse_json(metadata["texts"].encode()))
         window = int(metadata["window"])
     except (KeyError, ValueError, TypeError, RecursionError) as error:
-        raise DataError(complaint(CALL, str(path), f"a damaged header ({error})", "a whole file")) from None
+        raise DataError(failure(CALL, f"{path} has a damaged header: {error}")) from None
     shapes = {name: shape for name, (shape, _) in matrices.items()}
     if metadata.get("digest") != model_digest(shapes):
-        got = "names and shapes of matrices that do not belong to its digest"
-        raise DataError(complaint(CALL, str(path), got, "a file as it was written"))
+        raise DataError(failure(CALL, f"{path} was changed: its names and shapes do not match its digest"))
     inputs = {owner: _input(path, stored, owner) for owner in {owner for _, owner in matrices.values()}}
     return Recorded(
         {name: inputs[owner] for name, (_, owner) in matrices.items()},
@@ -204,12 +203,12 @@ def _matrices(text: str) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and the name of the input, for each matrix."""
     content: Any = parse_json(text.encode())
     if not isinstance(content, dict):
-        raise ValueError("no list of matrices")
+        raise ValueError("the list of matrices is missing")
     found = {}
     for name, about in content.items():
         shape = tuple(about["shape"])
         if not all(type(size) is int for size in shape):
-            raise ValueError(f"a shape {shape} for {name}")
+            raise ValueError(f"{name} has the shape {shape}")
         found[str(name)] = shape, str(about["input"])
     return found
 
@@ -227,8 +226,8 @@ def _input(path: Path, stored: dict[str, Stored], owner: str) -> InputStatistics
         if found is None and part == "outer":
             continue
         if found is None or found.dtype != dtype:
-            got = "no such array" if found is None else f"an array of {found.kind}"
-            raise DataError(complaint(CALL, str(path), f"{got} for {owner}.{part}", f"one of {dtype.name}"))
+            problem = "no array" if found is None else f"an array of {found.kind}"
+            raise DataError(failure(CALL, f"{path} has {problem} for {owner}.{part}", f"Expected {dtype.name}."))
         arrays[part] = found.array()
     known = InputStatistics(arrays["squares"], arrays["counts"], arrays.get("outer"))
     known.check(owner)

@@ -82,7 +82,7 @@ def test_real_gguf():
 def test_split_gguf(tmp_path):
     expected = samples.gguf_file(tmp_path / "a.gguf", ("Q4_0",)) | samples.gguf_file(tmp_path / "b.gguf", ("Q8_0",))
     (tmp_path / "a.gguf").rename(tmp_path / "m-00001-of-00002.gguf")
-    with pytest.raises(bf.CheckpointError, match=r"m-00002-of-00002\.gguf missing"):
+    with pytest.raises(bf.CheckpointError, match=r"m-00002-of-00002\.gguf is missing"):
         bf.load(tmp_path / "m-00001-of-00002.gguf")
     (tmp_path / "b.gguf").rename(tmp_path / "m-00002-of-00002.gguf")
     for path in (tmp_path, tmp_path / "m-00002-of-00002.gguf"):
@@ -171,22 +171,22 @@ def test_what_is_no_checkpoint(tmp_path):
         with pytest.raises(bf.CheckpointError, match=message):
             bf.load(path)
 
-    refused("missing", None, "No such file")
-    refused("empty.gguf", b"", "begins with b''")
+    refused("missing", None, "no such file")
+    refused("empty.gguf", b"", "is an empty file")
     refused("model.bin", b"PK\x03\x04 and so on", "a zip archive")
-    refused("short.gguf", b"GGUF\x03\0\0\0", "damaged header")
-    refused("short.safetensors", b"\x10\0\0\0\0\0\0\0{", "damaged header")
+    refused("short.gguf", b"GGUF\x03\0\0\0", "damaged .* header")
+    refused("short.safetensors", b"\x10\0\0\0\0\0\0\0{", "damaged .* header")
     (tmp_path / "folder").mkdir()
     refused("folder", None, "no \\*.safetensors and no \\*.gguf")
     save_file({"t": np.ones(3, np.float32)}, tmp_path / "folder" / "model.safetensors")
     (tmp_path / "folder" / "config.json").write_text("[" * 100_000)
-    refused("folder", None, "no JSON")
+    refused("folder", None, "not valid JSON")
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path):
     save_file({"t": np.ones(3, np.float32)}, tmp_path / "a.safetensors")
     save_file({"t": np.ones(3, np.float32)}, tmp_path / "b.safetensors")
-    with pytest.raises(bf.CheckpointError, match="t a second time"):
+    with pytest.raises(bf.CheckpointError, match="holds t,"):
         bf.load(tmp_path)
 
 

@@ -135,56 +135,56 @@ LYING = 2**64 - 1
 SOUND_FIELD, SOUND_TENSOR = field("a", 4, bytes(4)), tensor("t", (8,))
 LIST_OF_ALL = struct.pack("<IQ", STRING, LYING)
 REFUSED = {
-    "version 1": (file_of([], [], version=1), "begins with b'GGUF', version 1; GGUF has version 2 or 3"),
+    "version 1": (file_of([], [], version=1), "b'GGUF', version 1.*2 or 3"),
     "version 4": (file_of([], [], version=4), "version 4"),
-    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(32), "big-endian, and only little-endian files are"),
-    "nothing else": (b"GGUF", "ends inside of what its header promises"),
-    "tensors that are not there": (b"GGUF" + struct.pack("<IQQ", 3, LYING, 0), "ends inside"),
-    "fields that are not there": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 16), "ends inside"),
-    "too many fields": (b"GGUF" + struct.pack("<IQQ", 3, 0, LYING), f"{LYING} fields, more than 65536"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(32), "big-endian"),
+    "nothing else": (b"GGUF", "ends within the header"),
+    "tensors that are not there": (b"GGUF" + struct.pack("<IQQ", 3, LYING, 0), "ends within"),
+    "fields that are not there": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 16), "ends within"),
+    "too many fields": (b"GGUF" + struct.pack("<IQQ", 3, 0, LYING), f"{LYING} fields.*65536"),
     "a long name": (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, LYING), f"a string of {LYING} bytes"),
-    "a name that ends the file": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("abc"), "ends inside"),
+    "a name that ends the file": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("abc"), "ends within"),
     "a long string": (file_of([text("a") + struct.pack("<IQ", STRING, 2**63)], []), "a string of"),
     "a name in Latin-1": (file_of([field(b"\xe9", 4, bytes(4))], []), "codec can't decode byte 0xe9"),
     "a string in Latin-1": (file_of([field("a", STRING, text(b"\xe9"))], []), "codec can't decode byte 0xe9"),
     "a tensor in Latin-1": (file_of([], [tensor(b"\xe9", (8,))]), "codec can't decode byte 0xe9"),
-    "a field twice": (file_of([SOUND_FIELD, SOUND_FIELD], []), "the field a a second time"),
-    "a tensor twice": (file_of([], [SOUND_TENSOR, SOUND_TENSOR]), "the tensor 't' a second time"),
-    "type 13": (file_of([field("a", 13, bytes(8))], []), "a field of type 13"),
-    "a list of type 13": (file_of([field("a", ARRAY, items(13, 1, bytes(8)))], []), "a list of items of type 13"),
-    "a list of lists": (file_of([field("a", ARRAY, items(ARRAY, 1, items(4, 1, bytes(4))))], []), "items of type 9"),
-    "a long list": (file_of([field("a", ARRAY, items(4, LYING, b""))], []), "items, with room for fewer"),
-    "a long list of bytes": (file_of([field("a", ARRAY, items(0, 2**32, b""))], []), "items, with room for fewer"),
-    "many strings": (file_of([field("a", ARRAY, LIST_OF_ALL + text("x"))], []), "strings, more than 16777216"),
+    "a field twice": (file_of([SOUND_FIELD, SOUND_FIELD], []), "the field a occurs twice"),
+    "a tensor twice": (file_of([], [SOUND_TENSOR, SOUND_TENSOR]), "the tensor 't' occurs twice"),
+    "type 13": (file_of([field("a", 13, bytes(8))], []), "type 13"),
+    "a list of type 13": (file_of([field("a", ARRAY, items(13, 1, bytes(8)))], []), "type 13 of a list"),
+    "a list of lists": (file_of([field("a", ARRAY, items(ARRAY, 1, items(4, 1, bytes(4))))], []), "type 9 of a list"),
+    "a long list": (file_of([field("a", ARRAY, items(4, LYING, b""))], []), "items passes the end"),
+    "a long list of bytes": (file_of([field("a", ARRAY, items(0, 2**32, b""))], []), "items passes the end"),
+    "many strings": (file_of([field("a", ARRAY, LIST_OF_ALL + text("x"))], []), "strings.*16777216"),
     "a string that turns back": (
         file_of([field("a", ARRAY, items(STRING, 2, struct.pack("<Q", LYING - 7) + text("x")))], []),
-        "a list of 2 strings, with room for 0",
+        "a list of 2 strings.*after 0",
     ),
     "a bool of 2": (file_of([field("a", 7, b"\x02")], []), "a bool that is neither 0 nor 1"),
     "bools of 255": (file_of([field("a", ARRAY, items(7, 2, b"\x01\xff"))], []), "a bool that is neither 0 nor 1"),
-    "5 axes": (file_of([], [tensor("t", (1,) * 5)]), "5 axes for t"),
-    "many axes": (file_of([], [text("t") + struct.pack("<I", 2**32 - 1)]), "4294967295 axes for t"),
-    "a product of 2^64": (file_of([], [tensor("t", (2**32, 2**32))]), "extents .* for t"),
-    "an extent of 2^64 - 1": (file_of([], [tensor("t", (LYING, 0))]), "extents .* for t"),
-    "part of a block": (file_of([], [tensor("t", (48,), 2)]), "rows of 48 weights for t, of type Q4_0 in blocks of 32"),
-    "no axis in blocks": (file_of([], [tensor("t", (), 2)]), "rows of 1 weights for t"),
-    "part of a block that we do not read": (file_of([], [tensor("t", (128,), 16)]), "rows of 128 .* type IQ2_XXS"),
-    "a type that was": (file_of([], [tensor("t", (32,), 4)]), "ggml's type 4 for t"),
-    "a type to come": (file_of([], [tensor("t", (32,), 1000)]), "ggml's type 1000 for t"),
-    "an odd offset": (file_of([], [tensor("t", (8,), 0, 16)]), "t begins at 16 of the data, no multiple of 32"),
-    "beyond the end": (file_of([], [tensor("t", (1025,))]), "ends before t does"),
-    "far beyond the end": (file_of([], [tensor("t", (8,), 0, 2**64 - 32)]), "ends before t does"),
-    "nothing beyond the end": (file_of([], [tensor("t", (0,), 0, 2**40)]), "ends before t does"),
+    "5 axes": (file_of([], [tensor("t", (1,) * 5)]), "t has 5 axes"),
+    "many axes": (file_of([], [text("t") + struct.pack("<I", 2**32 - 1)]), "t has 4294967295 axes"),
+    "a product of 2^64": (file_of([], [tensor("t", (2**32, 2**32))]), "t is too large"),
+    "an extent of 2^64 - 1": (file_of([], [tensor("t", (LYING, 0))]), "t is too large"),
+    "part of a block": (file_of([], [tensor("t", (48,), 2)]), "t.*rows of 48.*32.*Q4_0"),
+    "no axis in blocks": (file_of([], [tensor("t", (), 2)]), "t.*rows of 1 "),
+    "part of a block that we do not read": (file_of([], [tensor("t", (128,), 16)]), "rows of 128 .*IQ2_XXS"),
+    "a type that was": (file_of([], [tensor("t", (32,), 4)]), "t .*ggml type 4"),
+    "a type to come": (file_of([], [tensor("t", (32,), 1000)]), "t .*ggml type 1000"),
+    "an odd offset": (file_of([], [tensor("t", (8,), 0, 16)]), "t begins at offset 16.*32"),
+    "beyond the end": (file_of([], [tensor("t", (1025,))]), "truncated.* within t"),
+    "far beyond the end": (file_of([], [tensor("t", (8,), 0, 2**64 - 32)]), "truncated.* within t"),
+    "nothing beyond the end": (file_of([], [tensor("t", (0,), 0, 2**40)]), "truncated.* within t"),
     **{
         f"alignment {value}": (
             file_of([field("general.alignment", 4, struct.pack("<I", value))], []),
-            f"general.alignment {value}, which is no power of two",
+            f"general.alignment is {value}; expected a power of two",
         )
         for value in (0, 3, 48, 2**32 - 1)
     },
-    "alignment in 64 bits": (file_of([field("general.alignment", 10, struct.pack("<Q", 32))], []), "alignment 32, "),
-    "alignment in words": (file_of([field("general.alignment", STRING, text("32"))], []), "alignment '32', "),
-    "alignments": (file_of([field("general.alignment", ARRAY, items(4, 1, bytes(4)))], []), "alignment Items"),
+    "alignment in 64 bits": (file_of([field("general.alignment", 10, struct.pack("<Q", 32))], []), "alignment is 32; "),
+    "alignment in words": (file_of([field("general.alignment", STRING, text("32"))], []), "alignment is '32'; "),
+    "alignments": (file_of([field("general.alignment", ARRAY, items(4, 1, bytes(4)))], []), "alignment is Items"),
 }
 
 
@@ -220,7 +220,7 @@ def test_strings_are_read_where_they_end_and_nowhere_else():
 def test_parts_that_cannot_be(tmp_path, name, message):
     for path in {name, "m-00001-of-00002.gguf", "m-00002-of-00002.gguf"}:
         (tmp_path / path).write_bytes(file_of([], []))
-    with pytest.raises(bf.CheckpointError, match=f"got part {message}; takes a part from 1 up to their count"):
+    with pytest.raises(bf.CheckpointError, match=rf"part {message}"):
         bf.load(tmp_path / name)
 
 
@@ -295,7 +295,7 @@ def test_types_that_are_not_read_are_listed(tmp_path, capsys):
         about = ck.describe(kind)
         assert (about.unsupported, about.shape) == (f"ggml's {kind}", (4, 2 * block))
         assert about.nbytes == 8 * nbytes
-        with pytest.raises(bf.CheckpointError, match=f"{kind}: got ggml's {kind}"):
+        with pytest.raises(bf.CheckpointError, match=rf"{kind}.*ggml's {kind}"):
             ck[kind]
     assert ck["plain"].tolist() == list(range(8))
     assert main(["inspect", str(tmp_path / "m.gguf")]) == 0
@@ -354,11 +354,11 @@ def test_run_names_the_tensor_and_the_types_that_run(tmp_path, capsys):
     assert data[at : at + 4] == struct.pack("<I", NUMBERS["Q8_0"])
     path.write_bytes(data[:at] + struct.pack("<I", NUMBERS["IQ2_XXS"]) + data[at + 4 :])
     assert main(["run", str(path), "-p", "a"]) == 2
-    takes = (
-        "takes a type that can be run: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, NVFP4, Q4_K, Q5_K, Q6_K, Q2_K, "
-        "Q3_K, IQ4_XS, F32, F16, BF16"
+    types = (
+        "Supported are Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, NVFP4, Q4_K, Q5_K, Q6_K, Q2_K, "
+        "Q3_K, IQ4_XS, F32, F16, BF16."
     )
-    expected = f"billfish: [llm.load] blk.1.ffn_up.weight: got ggml's IQ2_XXS; {takes}\n"
+    expected = f"billfish: llm.load: blk.1.ffn_up.weight is not supported: ggml's IQ2_XXS. {types}\n"
     assert capsys.readouterr().err == expected
     assert "blk.1.ffn_up.weight" in bf.load(path)
 
@@ -408,7 +408,7 @@ def test_a_file_without_an_architecture_is_no_model_to_convert(tmp_path):
     """Such as an imatrix file."""
     name = field("general.name", STRING, text("x"))
     (tmp_path / "a.gguf").write_bytes(file_of([name], [tensor("t", (32, 2))], 256))
-    with pytest.raises(bf.CheckpointError, match=r"without general\.architecture"):
+    with pytest.raises(bf.CheckpointError, match=r"no general\.architecture"):
         bf.convert(tmp_path / "a.gguf", tmp_path / "b.gguf", "gguf", progress=False)
 
 

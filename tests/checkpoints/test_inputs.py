@@ -74,7 +74,7 @@ def test_a_tokenizer_that_is_a_link_out_of_the_folder_is_not_put_into_gguf(tmp_p
     else:
         (tmp_path / "key").write_text("{}")
     path.symlink_to("../key")
-    with pytest.raises(bf.CheckpointError, match=rf"{name}: got a link that leads out of the model's folder"):
+    with pytest.raises(bf.CheckpointError, match=rf"{name}.*link that leads out of the model's folder"):
         bf.convert(tmp_path / "in", tmp_path / "out.gguf", "gguf")
     (note,) = bf.convert(tmp_path / "in", tmp_path / "out.gguf", "gguf", raw_names=True).notes
     assert export.LINK in note.reason

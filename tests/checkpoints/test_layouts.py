@@ -120,7 +120,7 @@ def test_gptq_group_sizes(tmp_path, group):
 def test_what_gptq_we_do_not_read_is_named(tmp_path):
     ck = write_gptq_words(tmp_path, 0, bits=4, checkpoint_format="marlin")
     assert "Marlin" in ck.describe("m.weight").unsupported
-    with pytest.raises(bf.CheckpointError, match=r"m\.weight: got GPTQ in the order of Marlin's kernels"):
+    with pytest.raises(bf.CheckpointError, match=r"m\.weight.*GPTQ.*Marlin"):
         ck["m.weight"]
     save_file(
         {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import gguf
@@ -245,14 +246,11 @@ def test_a_model_without_such_names_is_refused(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     save_file({"encoder.weight": np.ones((8, 256), np.float32)}, tmp_path / "in" / "model.safetensors")
     assert main(["quantize", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "Q4_K_M"]) == 2
-    assert (
-        "Q4_K_M: got a tensor 'encoder.weight'; takes a model whose tensors llama.cpp has names for"
-        in capsys.readouterr().err
-    )
+    assert re.search(r"Q4_K_M.*'encoder\.weight'.*llama\.cpp", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_mix_is_for_layouts_that_hold_it(tmp_path, capsys):
     write_model(tmp_path / "in")
     assert main(["quantize", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "Q4_K_M", "--to", "mlx"]) == 2
-    assert "takes one of affine4" in capsys.readouterr().err
+    assert "Its formats are affine4" in capsys.readouterr().err

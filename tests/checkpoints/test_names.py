@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from common import facts
 from gguf import TokenType
 from llm_models import Small
 from llm_models import write_model as write_small
@@ -192,14 +193,14 @@ def test_a_real_tokenizer_comes_along(tmp_path):
 def test_tokenizers_that_are_left_out_are_named(tmp_path):
     write_model(tmp_path / "in", "llama")
     (tmp_path / "in" / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram"}}))
-    with pytest.raises(bf.CheckpointError, match=r"\[llm\.load\].*or --raw-names"):
+    with pytest.raises(bf.CheckpointError, match=r"llm\.load.*--raw-names"):
         bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
     (note,) = bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf", raw_names=True).notes
     assert note.name == "tokenizer.json"
-    assert note.reason.startswith("left out: [llm.load]")
+    assert note.reason.startswith("left out: llm.load: ")
     write_small(tmp_path / "small.gguf", Small(fields={"tokenizer.ggml.pre": "unheard of"}))
     (note,) = bf.convert(tmp_path / "small.gguf", tmp_path / "out", "billfish").notes
-    assert note.reason.startswith("left out: [llm.load] tokenizer.ggml.model: got 'gpt2' cut as 'unh")
+    assert re.match(r"left out: .*tokenizer\.ggml\.model.*'gpt2'.*'unh", note.reason)
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
@@ -234,17 +235,17 @@ def test_scaled_positions_go_both_ways(tmp_path, rule, key):
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"rope_type": "dynamic", "factor": 8.0}, "rope_scaling: got 'dynamic'; takes one of default, linear, llama3"),
-        ({"rope_type": "yarn", "factor": 8.0}, "rope_scaling.original_max_position_embeddings: got None; takes a pos"),
-        ({"type": "linear"}, "rope_scaling.factor: got None; takes a positive number"),
-        ({"rope_type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor: got None; takes a positive number"),
-        ({"full_attention": {"rope_type": "default"}}, "rope_scaling: got {'full_attention'"),
+        ({"rope_type": "dynamic", "factor": 8.0}, "rope_scaling|'dynamic'|default, linear, llama3"),
+        ({"rope_type": "yarn", "factor": 8.0}, "rope_scaling.original_max_position_embeddings|None|pos"),
+        ({"type": "linear"}, "rope_scaling.factor|None|positive number"),
+        ({"rope_type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor|None|positive number"),
+        ({"full_attention": {"rope_type": "default"}}, "rope_scaling|{'full_attention'"),
     ],
 )
 def test_scaled_positions_of_other_rules_are_refused(tmp_path, rule, message):
     write_model(tmp_path / "in", "llama")
     edit_config(tmp_path / "in", rope_scaling=rule)
-    with pytest.raises(bf.CheckpointError, match=re.escape(message)):
+    with pytest.raises(bf.CheckpointError, match=facts(message)):
         bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
     assert not (tmp_path / "m.gguf").exists()
 
@@ -263,21 +264,21 @@ def test_divisors_of_llama3_are_those_of_transformers(head_size, theta):
 
 def test_divisors_of_another_rule_are_refused(tmp_path):
     folders.write_gguf(tmp_path / "m.gguf", rope=np.linspace(1, 9, 8, dtype=np.float32))
-    with pytest.raises(bf.CheckpointError, match=r"rope_freqs\.weight: got divisors of another rule"):
+    with pytest.raises(bf.CheckpointError, match=r"rope_freqs\.weight.*Llama 3"):
         bf.convert(tmp_path / "m.gguf", tmp_path / "out", "billfish")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hidden_act": "relu"}, "hidden_act: got 'relu'; takes 'silu' for llama"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5; takes 1 for llama"),
+        ({"hidden_act": "relu"}, "hidden_act|'relu'|'silu' for llama"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor|0.5|1 for llama"),
     ],
 )
 def test_settings_that_gguf_has_no_field_for_are_refused(tmp_path, settings, message):
     write_model(tmp_path / "in", "llama")
     edit_config(tmp_path / "in", **settings)
-    with pytest.raises(bf.CheckpointError, match=re.escape(message)):
+    with pytest.raises(bf.CheckpointError, match=facts(message)):
         bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
 
 

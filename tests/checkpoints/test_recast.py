@@ -79,10 +79,10 @@ def test_whole_rows():
         ("mxfp4_gguf", {"scale": np.uint8(255)}, "scale bytes"),
         ("mxfp4_gguf", {"scale": np.uint8(3)}, None),
         ("nvfp4_gguf", {"scale": np.uint8(0x80)}, "scale bytes"),
-        ("q4_0", {"scale": np.float32(1e-9)}, "float16 scales"),
-        ("affine4", {"scale": np.float32(1 / 3)}, "no float32"),
+        ("q4_0", {"scale": np.float32(1e-9)}, "exact in float16"),
+        ("affine4", {"scale": np.float32(1 / 3)}, "exact in float32"),
         ("u4b8", {"zero": np.uint8(3)}, "has no zero point"),
-        ("q4_1", {"minimum": np.float32(1e-9)}, "float16 scales"),
+        ("q4_1", {"minimum": np.float32(1e-9)}, "exact in float16"),
     ],
 )
 def test_values_that_do_not_fit(target, change, reason):

@@ -47,11 +47,11 @@ def test_each_tensor_that_is_left_has_its_reason(tmp_path):
     assert reasons == {
         "embed_tokens.weight": sensitive,
         "0.input_layernorm.weight": sensitive,
-        "0.conv.weight": "more than two axes, and no experts; `keep` chooses a format",
-        "0.mlp.odd.weight": "K = 40 is no positive multiple of 32, as q4_0 needs",
-        "0.mlp.table.weight": "no matrix of float32, float16 or bfloat16",
+        "0.conv.weight": "more than two axes, and not experts; `keep` chooses a format",
+        "0.mlp.odd.weight": "K = 40 is not a positive multiple of 32, as q4_0 needs",
+        "0.mlp.table.weight": "not a matrix of float32, float16 or bfloat16",
         "0.mlp.matrix": "not called `weight`; `keep` chooses a format",
-        "0.mlp.up_proj.bias": "no matrix",
+        "0.mlp.up_proj.bias": "not a matrix",
         "2.mlp.up_proj.weight": r"kept by the rule 'layers\.2'",
     }
     ck = bf.load(tmp_path / "out")
@@ -94,7 +94,7 @@ def test_only_what_is_asked_for(tmp_path):
         tmp_path / "in", tmp_path / "out", "q4_0", only=[r"layers\.0", "embed"], keep={r"layers\.2": "q8_0"}
     )
     assert report.quantized == (EXPERTS, UP, "model.layers.2.mlp.up_proj.weight")  # a rule counts before `only`
-    assert report.left["model.layers.1.mlp.up_proj.weight"] == "not found by `only`"
+    assert report.left["model.layers.1.mlp.up_proj.weight"] == "not matched by `only`"
     assert report.left["model.embed_tokens.weight"].startswith("sensitive")
 
 
@@ -102,23 +102,23 @@ def test_only_what_is_asked_for(tmp_path):
 def test_a_pattern_that_finds_nothing_is_an_error_with_names(tmp_path, argument):
     write_every_kind(tmp_path / "in")
     given = {"up_porj": "q8_0"} if argument == "keep" else ["up_porj"]
-    with pytest.raises(bf.CheckpointError, match=rf"\[quantize\] {argument}: got 'up_porj', which .*up_proj\.weight"):
+    with pytest.raises(bf.CheckpointError, match=rf"quantize.*{argument}.*'up_porj', which .*up_proj\.weight"):
         bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", "q4_0", **{argument: given})
     assert os.listdir(tmp_path) == ["in"]
 
 
 def test_what_is_quantized_already_asks_for_requantize(tmp_path):
     write_folder(tmp_path / "in", "gptq")
-    with pytest.raises(bf.CheckpointError, match=r"nothing to quantize .* already, to u4; --requantize") as caught:
+    with pytest.raises(bf.CheckpointError, match=r"already quantized .*u4.*--requantize") as caught:
         bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", "q4_0")
-    assert "takes --requantize (requantize=True)" in str(caught.value)
+    assert "--requantize (requantize=True)" in str(caught.value)
     assert os.listdir(tmp_path) == ["in"]
     report = bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", "q4_0", requantize=True)
     assert len(report.quantized) == 14
     # and where only a part of it is
     report = bf.quantize_checkpoint(tmp_path / "in", tmp_path / "some", "q4_0", keep={"lm_head": "q8_0"})
     assert report.quantized == ("lm_head.weight",)
-    assert report.left[UP] == "quantized already, to u4; --requantize (requantize=True) does it again"
+    assert report.left[UP] == "already quantized (u4); --requantize (requantize=True) quantizes it again"
     assert bf.load(tmp_path / "some")[UP].format.name == "u4"
 
 
@@ -150,7 +150,7 @@ def test_gguf_that_no_program_can_run_is_refused(tmp_path, lacks):
         lambda **more: bf.convert(tmp_path / "in", tmp_path / "a.gguf", "gguf", **more),
         lambda **more: bf.quantize_checkpoint(tmp_path / "in", tmp_path / "b.gguf", "q4_0", **more),
     ):
-        with pytest.raises(bf.CheckpointError, match=r"GGUF has no names for .*--raw-names \(raw_names=True\)"):
+        with pytest.raises(bf.CheckpointError, match=r"GGUF.*--raw-names \(raw_names=True\)"):
             call()
         call(raw_names=True)
     assert set(bf.load(tmp_path / "a.gguf")) == set(bf.load(tmp_path / "in"))

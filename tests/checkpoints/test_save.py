@@ -101,7 +101,7 @@ def test_tensors_in_other_layouts(tmp_path):
     tensors = {"m.weight": bf.quantize(gaussian((16, 64)), "q4_0")}
     bf.save(tensors, tmp_path / "mlx", to="mlx")
     assert bf.load(tmp_path / "mlx")["m.weight"].format.name == "affine4"
-    with pytest.raises(bf.CheckpointError, match=r"\[save\] memory: got a model that GGUF has no names for"):
+    with pytest.raises(bf.CheckpointError, match=r"save.*GGUF.*memory"):
         bf.save(tensors, tmp_path / "memory.gguf")
     bf.save(tensors, tmp_path / "raw.gguf", raw_names=True)
     assert_same_tensor(bf.load(tmp_path / "raw.gguf")["m.weight"], tensors["m.weight"])
@@ -109,18 +109,18 @@ def test_tensors_in_other_layouts(tmp_path):
     assert_same_tensor(bf.load(tmp_path / "named.gguf")["blk.0.attn_q.weight"], tensors["m.weight"])
     with pytest.raises(bf.CheckpointError, match="--requantize"):
         bf.save({"m.weight": bf.quantize(gaussian((16, 64)), "fp4")}, tmp_path / "fp4", to="mlx")
-    with pytest.raises(bf.FormatError, match="to: got 'onnx'"):
+    with pytest.raises(bf.FormatError, match=r"to.*'onnx'"):
         bf.save(tensors, tmp_path / "onnx", to="onnx")
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "got no tensors"),
-        ({"a": [1.0]}, r"\[save\] a: got a list"),
-        ({"a": np.zeros(2, np.complex128)}, r"\[save\] a: got dtype complex128"),
-        ({"a": torch.zeros(2, device="meta")}, r'\[save\] a: got a tensor on torch\'s device "meta"'),
-        (3, "model_or_tensors: got a int; takes a torch.nn.Module"),
+        ({}, "model_or_tensors is empty"),
+        ({"a": [1.0]}, r"save.*a.*list"),
+        ({"a": np.zeros(2, np.complex128)}, r"save.*a.*complex128"),
+        ({"a": torch.zeros(2, device="meta")}, r"save.*a.*'meta'"),
+        (3, r"model_or_tensors.*int.*torch.nn.Module"),
     ],
 )
 def test_what_cannot_be_saved(tmp_path, given, message):
@@ -249,7 +249,7 @@ def test_a_part_of_a_layer_is_not_saved_as_the_whole(tmp_path):
     from billfish.nn.parallel import ColumnParallelLinear
 
     layer = ColumnParallelLinear.from_quantized(bf.quantize(gaussian((16, 64)), "fp4"))
-    with pytest.raises(bf.CheckpointError, match="a ColumnParallelLinear, a part of a matrix"):
+    with pytest.raises(bf.CheckpointError, match=r"ColumnParallelLinear.*part of its matrix"):
         bf.save(torch.nn.Sequential(layer), tmp_path / "out")
     assert os.listdir(tmp_path) == []
 
@@ -304,7 +304,7 @@ def test_pickles_are_refused_with_a_way_out(tmp_path):
     (tmp_path / "folder").mkdir()
     torch.save(state, tmp_path / "folder" / "pytorch_model.bin")
     for path in ("new.pt", "old.pt", "folder"):
-        with pytest.raises(bf.CheckpointError, match=r"pickle.*takes safetensors: bf\.save\(model, PATH\)"):
+        with pytest.raises(bf.CheckpointError, match=r"pickle.*safetensors.*bf\.save\("):
             bf.load(tmp_path / path)
     bf.save(torch.load(tmp_path / "new.pt", weights_only=True), tmp_path / "out.safetensors")  # as the message says
     assert bf.load(tmp_path / "out.safetensors")["a"].tolist() == [1, 1, 1]

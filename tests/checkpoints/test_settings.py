@@ -75,5 +75,5 @@ def test_the_base_may_be_beside_a_rule_of_the_older_name():
 def test_heads_that_rotate_in_part_are_refused_wherever_that_is_said():
     whole = AutoConfig.for_model("llama").to_dict()
     whole["rope_parameters"]["partial_rotary_factor"] = 0.5
-    with pytest.raises(bf.CheckpointError, match=r"partial_rotary_factor: got 0\.5; takes 1 for llama"):
+    with pytest.raises(bf.CheckpointError, match=r"partial_rotary_factor.*0\.5.*1 for llama"):
         model_of(whole)

@@ -311,19 +311,19 @@ def test_gates_and_ups_whose_order_nobody_tells_are_refused(tmp_path):
     models.gpt_oss_folder(tmp_path / "in")
     (tmp_path / "in" / "config.json").unlink()
     [file] = (tmp_path / "in").glob("*.safetensors")
-    takes = r"gate_up_proj_bias: got biases of gate and up together; takes config\.json beside them"
-    with pytest.raises(bf.CheckpointError, match=takes):
+    facts = r"gate_up_proj_bias.*config\.json"
+    with pytest.raises(bf.CheckpointError, match=facts):
         by_stacks(bf.load(file))
 
 
 def test_missing_experts_are_named(tmp_path):
     arrays = one_each(stacks())
     some = {name: array for name, array in arrays.items() if ".experts.3." not in name}
-    refused(write(tmp_path / "a", some, num_experts=8), r"_proj\.weight: got 3 experts \(0, 1, 2\); takes all 8")
+    refused(write(tmp_path / "a", some, num_experts=8), r"_proj\.weight.*3 experts \(0, 1, 2\).*all 8")
     del arrays[f"{BLOCK}.experts.1.gate_proj.weight"]
-    refused(write(tmp_path / "b", arrays), r"gate_proj\.weight: got 3 experts \(0, 2, 3\); takes all 4, from 0 to 3")
-    refused(write(tmp_path / "c", one_each(stacks()), num_local_experts=2), r"got 4 experts .* takes all 2")
-    with pytest.raises(bf.CheckpointError, match=r"takes all 4, from 0 to 3"):
+    refused(write(tmp_path / "b", arrays), r"gate_proj\.weight.*3 experts \(0, 2, 3\).*all 4, 0 to 3")
+    refused(write(tmp_path / "c", one_each(stacks()), num_local_experts=2), r"4 experts .*all 2")
+    with pytest.raises(bf.CheckpointError, match="all 4, 0 to 3"):
         bf.convert(tmp_path / "b", tmp_path / "out", "mlx")
     assert not (tmp_path / "out").exists()
 
@@ -331,26 +331,24 @@ def test_missing_experts_are_named(tmp_path):
 def test_doubled_experts_are_named(tmp_path):
     arrays = one_each(stacks())
     spare = next(iter(arrays.values()))
-    refused(write(tmp_path / "a", {**arrays, f"{BLOCK}.experts.02.gate_proj.weight": spare}), "expert 2 twice")
-    refused(write(tmp_path / "b", {**arrays, f"{BLOCK}.experts.2.w1.weight": spare}), "expert 2 twice")
+    refused(write(tmp_path / "a", {**arrays, f"{BLOCK}.experts.02.gate_proj.weight": spare}), "same expert 2")
+    refused(write(tmp_path / "b", {**arrays, f"{BLOCK}.experts.2.w1.weight": spare}), "same expert 2")
     whole = {f"{BLOCK}.experts.gate_proj.weight": stacks()["gate"]}
-    refused(write(tmp_path / "c", {**arrays, **whole}), "twice")
+    refused(write(tmp_path / "c", {**arrays, **whole}), r"are both .*gate_proj")
     joint = {f"{BLOCK}.experts.gate_up_proj": gaussian((E, 2 * INNER, H))}
-    refused(write(tmp_path / "d", {**whole, **joint}), "twice")
-    refused(write(tmp_path / "e", {**arrays, **joint}), "twice")
+    refused(write(tmp_path / "d", {**whole, **joint}), r"are both .*gate_proj")
+    refused(write(tmp_path / "e", {**arrays, **joint}), r"are both .*gate_proj")
 
 
 def test_parts_that_disagree_are_named(tmp_path):
     arrays = one_each(stacks())
     odd = f"{BLOCK}.experts.2.gate_proj.weight"
-    refused(
-        write(tmp_path / "a", {**arrays, odd: gaussian((INNER + 1, H))}), r"2\.gate_proj\.weight: got F32 \(33, 64\)"
-    )
-    refused(write(tmp_path / "b", {**arrays, odd: arrays[odd].astype(ml_dtypes.bfloat16)}), "got BF16 .* takes F16")
-    refused(write(tmp_path / "c", {f"{BLOCK}.experts.gate_up_proj": gaussian((E, 7, H))}), "7 rows")
+    refused(write(tmp_path / "a", {**arrays, odd: gaussian((INNER + 1, H))}), r"2\.gate_proj\.weight.*F32 \(33, 64\)")
+    refused(write(tmp_path / "b", {**arrays, odd: arrays[odd].astype(ml_dtypes.bfloat16)}), r"BF16 .*F16")
+    refused(write(tmp_path / "c", {f"{BLOCK}.experts.gate_up_proj": gaussian((E, 7, H))}), r"rows of .* is 7")
     tensors = {name: bf.quantize(array, "q4_0") for name, array in arrays.items()}
     bf.save({**tensors, odd: bf.quantize(arrays[odd], "q8_0")}, tmp_path / "d")
-    refused(tmp_path / "d", r"2\.gate_proj\.weight: got q8_0 .* takes q4_0 .* as .*0\.gate_proj")
+    refused(tmp_path / "d", r"2\.gate_proj\.weight.*q8_0 .*q4_0 .* as .*0\.gate_proj")
 
 
 def test_act_order_in_one_expert_is_named(tmp_path):
@@ -361,15 +359,15 @@ def test_act_order_in_one_expert_is_named(tmp_path):
     order = np.random.default_rng(0).permutation(H)
     tensors[odd] = bf.QuantizedTensor.from_storage("u4b8", kept.storage, kept.group_size, permutation=order)
     bf.save(tensors, tmp_path / "in")
-    refused(tmp_path / "in", r"2\.gate_proj\.weight: got columns in another order \(act-order\)")
+    refused(tmp_path / "in", r"2\.gate_proj\.weight.*act-order")
 
 
 @pytest.mark.parametrize(
     ("blocks", "scales", "match"),
     [
-        ((E, 8, 2, 15), (E, 8, 2), r"takes U8 \[E, N, K/32, 16\]"),
-        ((E, 8, 2, 16), (E, 8, 3), r"_scales: got shape"),
-        ((E, 8, 2, 16), (E - 1, 8, 2), r"_scales: got shape"),
+        ((E, 8, 2, 15), (E, 8, 2), r"U8 \[E, N, K/32, 16\]"),
+        ((E, 8, 2, 16), (E, 8, 3), r"shape of .*_scales"),
+        ((E, 8, 2, 16), (E - 1, 8, 2), r"shape of .*_scales"),
         ((2, E, 8, 2, 16), (2, E, 8, 2), r"\[E, N, K\]"),
     ],
 )
@@ -386,7 +384,7 @@ def test_arrays_of_our_own_layout_that_disagree_are_named(tmp_path):
     config = {"quant_method": "billfish", "format": "u4b8", "group_size": 32}
     arrays = {f"m.{part}": array for part, array in stack.storage.items()}
     write(tmp_path / "in", {**arrays, "m.scales": arrays["m.scales"][:2]}, quantization_config=config)
-    with pytest.raises(bf.CheckpointError, match=r"m\.packed: got shapes .*scales \(2, 2, 16\).*axis E in each"):
+    with pytest.raises(bf.CheckpointError, match=r"shapes .*packed.*scales \(2, 2, 16\).*axis E in each"):
         bf.load(tmp_path / "in")
 
 
@@ -395,5 +393,5 @@ def test_experts_are_only_asked_of_stacks(tmp_path):
     ck = bf.load(tmp_path / "in")
     with pytest.raises(bf.CheckpointError, match="experts"):
         ck.read(f"{BLOCK}.experts.0.up_proj.weight", experts=(0, 1))
-    with pytest.raises(bf.CheckpointError, match=r"experts: got \(0, 9\); takes 0 <= from < up to <= 4"):
+    with pytest.raises(bf.CheckpointError, match=r"experts.*\(0, 9\).*0 <= start < stop <= 4"):
         by_stacks(ck).read(f"{BLOCK}.experts.up_proj.weight", experts=(0, 9))

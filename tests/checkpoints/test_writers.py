@@ -82,20 +82,20 @@ LOSSLESS = {
     },
 }
 REASONS = {
-    ("compressed-tensors", "modelopt"): "the reciprocal of no float32",
+    ("compressed-tensors", "modelopt"): "reciprocal in float32",
     ("compressed-tensors", "mlx"): "u4 has a zero point, and affine4 a minimum",
     ("compressed-tensors", "q4_k"): "u4 has a zero point, and q4_k a minimum",
-    ("compressed-tensors", "q6_k"): "groups of 16",
-    ("gptq", "awq"): "a zero point of 0: gptq has 1 to 16",
-    ("gptq", "packed, asymmetric"): "a zero point of 0",
+    ("compressed-tensors", "q6_k"): "group size is 16",
+    ("gptq", "awq"): "zero point 0 is not an integer from 1 to 16",
+    ("gptq", "packed, asymmetric"): "zero point 0",
     ("gptq", "q4_1"): "u4 has a zero point, and q4_1 a minimum",
     ("gptq", "mlx, experts"): "groups of 64|a minimum",
     ("awq", "gptq, act-order"): "act-order",
     ("awq", "gptq, 8 bits"): "u4 has codes of 4 bits, and u8 of 8",
-    ("awq", "mxfp4"): "made of",
+    ("awq", "mxfp4"): "stores e2m1|stores u4",
     ("mlx", "gptq, act-order"): "act-order",
-    ("mlx", "packed, float32"): "no float32",
-    ("mlx", "nvfp4"): "no global scale",
+    ("mlx", "packed, float32"): "exact in float32",
+    ("mlx", "nvfp4"): "global scale",
     ("gguf", "gptq, act-order"): "act-order",
     ("gguf", "gptq"): "float16",
     ("gguf", "mlx, 8 bits"): "q8_0 has no minimum",
@@ -359,7 +359,7 @@ def test_rules_and_companions(tmp_path):
 def test_weights_that_do_not_fit_are_left_and_named(tmp_path):
     write_model(tmp_path / "in", k=200)
     report = bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", "q4_0", method="rtn")
-    assert report.left[QUANTIZED[0]] == "K = 200 is no positive multiple of 32, as q4_0 needs"
+    assert report.left[QUANTIZED[0]] == "K = 200 is not a positive multiple of 32, as q4_0 needs"
     assert bf.load(tmp_path / "out").describe(QUANTIZED[0]).format is None
     assert bf.load(tmp_path / "out").describe(QUANTIZED[1]).format is not None
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -19,7 +20,7 @@ import checkpoint_samples as samples
 import numpy as np
 import pytest
 import torch
-from common import gaussian
+from common import facts, gaussian
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
@@ -157,43 +158,43 @@ def test_verify_finds_every_kind_of_difference(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["quantize", "IN", "OUT", "--format", "fp5"], "[quantize] format: got 'fp5'; takes one of u4, "),
+        (["quantize", "IN", "OUT", "--format", "fp5"], "quantize|format|'fp5'|'fp4'"),
         (
             ["quantize", "IN", "OUT", "--format", "fp4", "--group-size", "48"],
-            "[quantize] group_size: got 48; takes 16, 32",
+            "quantize|group_size|48|16, 32",
         ),
-        (["quantize", "IN", "OUT", "--format", "fp4", "--method", "best"], "[quantize] method: got 'best'"),
-        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "x"], "[quantize] keep: got 'x'; takes REGEX=FORMAT"),
-        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "(=q8_0"], "[quantize] keep: got '('"),
-        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "x=q8_0:64"], "got 64; takes 32"),
+        (["quantize", "IN", "OUT", "--format", "fp4", "--method", "best"], "quantize|method|'best'"),
+        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "x"], "quantize|keep|'x'|REGEX=FORMAT"),
+        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "(=q8_0"], "quantize|keep|'('"),
+        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "x=q8_0:64"], "64|32"),
         (
             ["quantize", "IN", "OUT", "--format", "fp4", "--to", "mlx"],
-            "[quantize] format: got fp4; takes one of affine4",
+            "quantize|mlx|fp4|affine4",
         ),
-        (["quantize", "IN", "OUT", "--format", "nvfp4", "--to", "mlx"], "[quantize] format: got nvfp4; takes"),
+        (["quantize", "IN", "OUT", "--format", "nvfp4", "--to", "mlx"], "quantize|mlx|nvfp4|affine4"),
         (
             ["quantize", "IN", "OUT", "--format", "q4_0", "--to", "gguf"],
-            "OUT is a folder. The layout gguf takes a name that ends in .gguf",
+            "OUT is a folder|gguf|ends in .gguf",
         ),
-        (["convert", "IN", "OUT.gguf", "--to", "mlx"], "OUT.gguf is a .gguf file. The layout mlx takes a folder"),
-        (["convert", "IN", "OUT", "--to", "onnx"], "[convert] to: got 'onnx'; takes one of billfish"),
+        (["convert", "IN", "OUT.gguf", "--to", "mlx"], "OUT.gguf is a .gguf file|mlx|a folder"),
+        (["convert", "IN", "OUT", "--to", "onnx"], "convert|to|'onnx'|billfish"),
         (
             ["convert", "IN", "OUT.safetensors", "--to", "mlx"],
-            "OUT.safetensors is a .safetensors file. The layout mlx takes a folder",
+            "OUT.safetensors is a .safetensors file|mlx|a folder",
         ),
         (
             ["quantize", "IN", "OUT", "--format", "fp4", "--keep", "lm_haed=q8_0"],
-            "[quantize] keep: got 'lm_haed', which finds no tensor; takes a pattern for names such as",
+            "quantize|keep|'lm_haed'|no tensor|Close names",
         ),
         (
             ["quantize", "IN", "OUT", "--format", "fp4", "--only", "mlp", "--only", "attn"],
-            "[quantize] only: got 'attn', which finds no tensor; takes a pattern for names such as",
+            "quantize|only|'attn'|no tensor|Close names",
         ),
-        (["quantize", "IN", "OUT", "--format", "fp4", "--only", "["], "[quantize] only: got '['"),
-        (["quantize", "IN", "OUT", "--format", "fp4", "--only", "norm"], "got nothing to quantize (norm.weight: sens"),
+        (["quantize", "IN", "OUT", "--format", "fp4", "--only", "["], "quantize|only|'['"),
+        (["quantize", "IN", "OUT", "--format", "fp4", "--only", "norm"], "nothing to quantize|norm.weight: sens"),
         (["convert", "IN", "IN", "--to", "mlx"], "IN exists. Choose another output"),
-        (["convert", "no such", "OUT", "--to", "mlx"], "No such file or directory"),
-        (["inspect", "no such"], "No such file or directory"),
+        (["convert", "no such", "OUT", "--to", "mlx"], "no such file"),
+        (["inspect", "no such"], "no such file"),
     ],
 )
 def test_wrong_arguments_get_one_line_and_leave_nothing(model, monkeypatch, capsys, arguments, message):
@@ -203,7 +204,7 @@ def test_wrong_arguments_get_one_line_and_leave_nothing(model, monkeypatch, caps
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("billfish: ")
-    assert message in captured.err
+    assert re.search(facts(message), captured.err)
     assert captured.err.count("\n") == 1
     assert os.listdir() == ["IN"]
 
@@ -338,7 +339,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(model, tmp_path, capsys, comman
     arguments = [command, str(model), str(tmp_path / "out"), *(["--format", "u4b8"] if command == "quantize" else [])]
     assert main([*arguments, "--to", "compressed-tensors"]) == 2
     error = capsys.readouterr().err
-    assert f"{command}: {mine} is not ours. Move it away" in error
+    assert f"{command}: {mine} was not written by billfish. Move it" in error
     assert (mine / "thesis.txt").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == ["model", "out.partial"]
 

@@ -97,11 +97,12 @@ def test_colour_only_on_a_terminal_that_wants_it(monkeypatch):
     [
         (
             ["explain", "fp4", "16"],
-            "billfish: [explain] CODE: got 16; takes 0 to 15 for fp4, such as 5, 0b101 or 0x5\n",
+            "billfish: explain: CODE is 16; expected 0 to 15 for fp4, such as 5, 0b101 or 0x5.\n",
         ),
         (
             ["explain", "fp5", "1"],
-            f"billfish: [explain] format: got 'fp5'; takes one of {', '.join(bf.FORMATS)}; did you mean 'fp4'?\n",
+            "billfish: explain: unknown format 'fp5'. Did you mean 'fp4'? bf.FORMATS or `billfish formats` lists all."
+            "\n",
         ),
     ],
 )
@@ -114,18 +115,18 @@ def test_wrong_arguments_get_one_line(capsys, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fp4", "3", "--scale", "1e10"], "--scale: got 1e+10; takes what f16 can hold"),
-        (["mxfp4", "3", "--scale", "0"], "--scale: got 0; takes what e8m0 can hold"),
-        (["mxfp4_gguf", "3", "--scale", "-1"], "--scale: got -1; takes what e8m0 can hold"),
-        (["nvfp4", "3", "--scale", "1000"], "--scale: got 1000; takes what e4m3 * f32 can hold"),
-        (["nvfp4_gguf", "3", "--scale", "-2"], "--scale: got -2; takes what ue4m3 * f32 can hold"),
-        (["u4", "3", "--offset", "1e9"], "--offset: got 1e+09; takes what float16 can hold"),
-        (["fp4", "3", "--offset", "5"], "--offset: got 5; takes none: fp4 has no offset"),
+        (["fp4", "3", "--scale", "1e10"], "--scale is 1e+10; expected what f16 can hold"),
+        (["mxfp4", "3", "--scale", "0"], "--scale is 0; expected what e8m0 can hold"),
+        (["mxfp4_gguf", "3", "--scale", "-1"], "--scale is -1; expected what e8m0 can hold"),
+        (["nvfp4", "3", "--scale", "1000"], "--scale is 1000; expected what e4m3 * f32 can hold"),
+        (["nvfp4_gguf", "3", "--scale", "-2"], "--scale is -2; expected what ue4m3 * f32 can hold"),
+        (["u4", "3", "--offset", "1e9"], "--offset is 1e+09; expected what float16 can hold"),
+        (["fp4", "3", "--offset", "5"], "--offset is 5; expected none: fp4 has no offset"),
     ],
 )
 def test_explain_refuses_what_the_format_cannot_hold(capsys, arguments, message):
     assert main(["explain", *arguments]) == 2
-    assert capsys.readouterr().err == f"billfish: [explain] {message}\n"
+    assert capsys.readouterr().err == f"billfish: explain: {message}.\n"
 
 
 def test_a_code_that_is_no_number(capsys):

@@ -63,8 +63,3 @@ def test_the_table_of_formats_fits_eighty_columns(monkeypatch):
     print_formats(terminal)
     assert max(map(len, terminal.getvalue().splitlines())) <= 80
     assert terminal.getvalue().split().count("q4_0") == terminal.getvalue().split().count("format")
-
-
-def test_the_table_in_the_documentation_is_the_table(capsys):
-    main(["formats", "--markdown"])
-    assert capsys.readouterr().out in (ROOT / "docs" / "formats.md").read_text()

@@ -51,8 +51,8 @@ def test_an_unknown_command_gets_the_nearest(capsys):
     assert main(["quantise", "in", "out"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("billfish: [billfish] COMMAND: got 'quantise'; takes one of run, serve, eval, ")
-    assert captured.err.endswith("; did you mean 'quantize'?\n")
+    assert captured.err.startswith("billfish: billfish: COMMAND is 'quantise'; expected one of run, serve, eval, ")
+    assert captured.err.endswith("Did you mean 'quantize'?\n")
 
 
 @pytest.mark.parametrize("words", [["--"], ["--nothing"], ["-x", "formats"]])

@@ -91,7 +91,7 @@ def test_paths_that_are_no_text(tmp_path, capsys):
     assert "\\udcff" in capsys.readouterr().out
     assert bf.load(file).metadata["general.name"] == "in?"
     assert main(["inspect", str(tmp_path / f"none{ODD}")]) == 2
-    assert "No such file" in capsys.readouterr().err
+    assert "no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_a_prompt_that_is_no_text(tmp_path, monkeypatch, capsys):
     for errors in ("strict", "surrogateescape"):  # which of them Python takes depends on the locale
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8", errors))
         assert main(words) == 2
-        assert "[run] standard input: got 'utf-8' codec can't" in capsys.readouterr().err
+        assert "run: standard input is 'utf-8' codec can't" in capsys.readouterr().err
     assert main([*words, "-p", f"a{ODD}"]) == 2
-    assert "[run] --prompt: got 'utf-8' codec can't" in capsys.readouterr().err
+    assert "run: --prompt is 'utf-8' codec can't" in capsys.readouterr().err
 
 
 def test_what_is_typed_and_no_text_is_asked_for_again(tmp_path, monkeypatch, capsys):

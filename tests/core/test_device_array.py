@@ -176,7 +176,7 @@ def test_a_format_that_no_kernel_reads_comes_to_the_cpu(fake, monkeypatch):
 
 def test_a_scale_that_overflows_is_refused_as_ever(fake):
     w = gaussian((5, 64)) * np.float32(1e7)
-    with pytest.raises(bf.DataError, match="scale overflows float16") as expected:
+    with pytest.raises(bf.DataError, match=r"scale.*overflows float16") as expected:
         bf.quantize(w, "q4_0", method="rtn")
     with pytest.raises(bf.DataError) as found:
         quantized_there(w, "q4_0")
@@ -288,9 +288,9 @@ class Reading(Sorting):
 
 def test_what_is_not_there_is_said():
     w = gaussian((4, 64))
-    with pytest.raises(bf.FormatError, match=r"numpy\.median.*takes w\.cpu\(\)"):
+    with pytest.raises(bf.FormatError, match=r"numpy\.median.*w\.cpu\(\)"):
         quantized_there(w, Sorting())
-    with pytest.raises(bf.DTypeError, match=r"an array on cpu.*takes w\.cpu\(\)"):
+    with pytest.raises(bf.DTypeError, match=r"on cpu.*w\.cpu\(\)"):
         quantized_there(w, Reading())
     with pytest.raises(bf.FormatError, match=r"numpy\.add\.accumulate"):
         np.add.accumulate(on_device(w))

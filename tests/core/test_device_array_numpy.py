@@ -96,7 +96,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_answer_that_is_not_that_of_numpy_is_refused(name):
-    with pytest.raises(bf.FormatError, match=re.escape(f"one that uses {name}")):
+    with pytest.raises(bf.FormatError, match=re.escape(name)):
         REFUSED[name](*map(on_device, ARRAYS))
 
 

@@ -11,7 +11,7 @@ from common import gaussian
 
 import billfish as bf
 from billfish.core import bits
-from billfish.core.errors import complaint
+from billfish.core.errors import bad_argument
 
 W = gaussian((4, 64))
 PACKED, SCALES = bf.pack_fp4_weights(W.T)
@@ -40,8 +40,8 @@ U8 = np.uint8
 # What is called, what it raises, and the facts of the message.
 CASES = [
     # quantize
-    (lambda: bf.quantize(W, "fp5"), bf.FormatError, "quantize|format|'fp5'|q4_0|nvfp4|'fp4'"),
-    (lambda: bf.quantize(W, ["q4_0"]), bf.FormatError, "quantize|format|['q4_0']|q4_0|nvfp4"),
+    (lambda: bf.quantize(W, "fp5"), bf.FormatError, "quantize|format|'fp5'|'fp4'|billfish formats"),
+    (lambda: bf.quantize(W, ["q4_0"]), bf.FormatError, "quantize|format|['q4_0']|'q4_0'|bf.FORMATS"),
     (lambda: bf.quantize(W, "fp4", method="best"), bf.FormatError, "quantize|method|'best'|'rtn'|'mse'|'gptq'"),
     (lambda: bf.quantize(W, "fp4", group_size=48), bf.FormatError, "quantize|group_size|48|128|-1|fp4"),
     (lambda: bf.quantize(W, "q4_0", group_size=64), bf.FormatError, "quantize|group_size|64|32|q4_0"),
@@ -150,7 +150,7 @@ CASES = [
     (
         lambda: bf.quantized_linear(X, PACKED, SCALES, format="u4"),
         bf.FormatError,
-        "quantized_linear|zeros|None|[K/g, N]|u4",
+        "quantized_linear|zeros|u4",
     ),
     (
         lambda: bf.quantized_linear(X, Q, backend="tpu"),
@@ -171,7 +171,7 @@ CASES = [
     (lambda: bf.quantized_linears(Q, [X]), bf.DTypeError, "x|QuantizedTensor|quantized_linears(x, weights)"),
     (lambda: bf.expert_linear(STACK, X, X), bf.DTypeError, "x|QuantizedExperts|expert_linear(x, weights)"),
     (lambda: bf.experts(STACK, X, X, X, X), bf.DTypeError, "x|QuantizedExperts|experts(x, weights)"),
-    (lambda: bf.quantized_linear(X, W), bf.DTypeError, "quantized_linear|weight|float32|bf.quantize(w, format)"),
+    (lambda: bf.quantized_linear(X, W), bf.DTypeError, "quantized_linear|weight|float32|bf.quantize"),
     # blocks
     (lambda: bf.quantize_q4_0(X[:, :31]), bf.ShapeError, "quantize_q4_0|K|31|32|q4_0"),
     (lambda: bf.quantize_q8_1(with_value(np.inf)), bf.DataError, "quantize_q8_1|x|inf|row 2, k 5|finite"),
@@ -179,13 +179,17 @@ CASES = [
     (lambda: bf.dequantize_q5_1(np.zeros((2, 25), U8)), bf.ShapeError, "dequantize_q5_1|blocks|25|bytes|24|q5_1"),
     (lambda: bf.dequantize_q5_1(np.zeros((), U8)), bf.ShapeError, "dequantize_q5_1|blocks|()|[..., bytes]"),
     # gemm_w4a8
-    (lambda: bf.gemm_w4a8(np.zeros((1, 70), U8), Q), bf.ShapeError, "gemm_w4a8|x_q8|70|bytes|68|(q8_0)|72|(q8_1)|K=64"),
-    (lambda: bf.gemm_w4a8(Q, Q), bf.FormatError, "gemm_w4a8|x_q8|q4_0|K=64|q8_0|q8_1"),
-    (lambda: bf.gemm_w4a8(bf.quantize(X[:, :32], "q8_0"), Q), bf.FormatError, "gemm_w4a8|x_q8|q8_0|K=32|q8_1|K=64"),
+    (
+        lambda: bf.gemm_w4a8(np.zeros((1, 70), U8), Q),
+        bf.ShapeError,
+        "gemm_w4a8|x_q8|70|bytes|68|(q8_0)|72|(q8_1)|K = 64",
+    ),
+    (lambda: bf.gemm_w4a8(Q, Q), bf.FormatError, "gemm_w4a8|x_q8|q4_0|K = 64|q8_0|q8_1"),
+    (lambda: bf.gemm_w4a8(bf.quantize(X[:, :32], "q8_0"), Q), bf.FormatError, "gemm_w4a8|x_q8|q8_0|K = 32|q8_1|K = 64"),
     (
         lambda: bf.quantized_linear(X, PACKED, SCALES, zeros=SCALES),
         bf.FormatError,
-        "quantized_linear|zeros|[K/g, N]|u4",
+        "quantized_linear|zeros|u4",
     ),
     (lambda: bf.quantized_linear(X, Q, format="q4_0"), bf.FormatError, "quantized_linear|format|QuantizedTensor"),
     (
@@ -231,7 +235,7 @@ CASES = [
     (
         lambda: bf.QuantizedTensor.from_planes("q4_0", {"codes": np.zeros((1, 32), U8), "scale": np.ones((1, 1))}),
         bf.DataError,
-        "from_planes|scale|float64|1.0|float16|q4_0",
+        "from_planes|scale|float64|1.0|q4_0",
     ),
     (
         lambda: bf.QuantizedTensor.from_planes("q4_0", {**Q.planes, "zero": SCALES}),
@@ -248,7 +252,7 @@ CASES = [
         bf.FormatError,
         "gemm_w4a8|format|QuantizedTensor",
     ),
-    (lambda: bf.gemm_w4a8(np.zeros((1, 34), U8), bf.quantize(W[:, :8], "fp4")), bf.ShapeError, "gemm_w4a8|w_q4|K=8|32"),
+    (lambda: bf.gemm_w4a8(np.zeros((1, 34), U8), bf.quantize(W[:, :8], "fp4")), bf.ShapeError, "gemm_w4a8|w_q4|K|8|32"),
     (lambda: bf.gemm_w4a8(np.zeros((1, 68), np.int8), Q), bf.DTypeError, "gemm_w4a8|x_q8|int8|uint8"),
     (lambda: bits.dequant_fp4_pair(np.zeros(2, np.int32)), bf.DTypeError, "bits|words|int32|uint32|uint16"),
     (lambda: bits.lop3(1, 2, 3, 300), bf.DataError, "lop3|lut|300|0|255"),
@@ -301,5 +305,5 @@ def test_nothing_is_written_when_an_argument_is_wrong():
     ],
 )
 def test_messages_are_readable_whatever_a_name_holds(text, shown):
-    assert complaint("call", text, text, text[:9]).startswith(f"[call] {shown}: got {shown}; takes ")
-    assert complaint("call", text, text, text[:9]).isprintable()
+    assert bad_argument("call", text, text, text[:9]).startswith(f"call: {shown} is {shown}; ")
+    assert bad_argument("call", text, text, text[:9]).isprintable()

@@ -122,7 +122,7 @@ def test_only_regular_files_are_opened(tmp_path):
             assert file.read() == b"content"
     os.mkfifo(tmp_path / "pipe")
     for path, what in ((tmp_path / "pipe", "a pipe"), (tmp_path, "a folder"), ("/dev/zero", "a device")):
-        with pytest.raises(OSError, match=f"{what}, no regular file"):
+        with pytest.raises(OSError, match=f"{what}, not a regular file"):
             open_regular(path)
     for path in (tmp_path / "none", "\0"):
         with pytest.raises(OSError, match=r"No such file|null byte"):
@@ -139,7 +139,7 @@ def test_nothing_is_left_open(tmp_path):
 def test_paths_are_strings_or_paths():
     assert path_of("load", "a") == Path("a")
     for odd in (None, 3, b"a", ["a"]):
-        with pytest.raises(bf.DTypeError, match=r"\[load\] path: got a \w+; takes a string or a path"):
+        with pytest.raises(bf.DTypeError, match=r"load.*path.*\w+.*string or a path"):
             path_of("load", odd)
 
 
@@ -165,13 +165,13 @@ def test_arrays_come_back(tmp_path, array):
 )
 def test_arrays_of_other_kinds_are_refused(tmp_path, odd):
     np.savez(tmp_path / "a.npz", **odd)
-    with pytest.raises(ValueError, match=r"of another kind|more than 8 members"):
+    with pytest.raises(ValueError, match=r"npy array|more than 8 members"):
         read_arrays(tmp_path / "a.npz")
 
 
 def test_compressed_arrays_are_refused(tmp_path):
     np.savez_compressed(tmp_path / "a.npz", a=np.zeros(1000))
-    with pytest.raises(ValueError, match="members that inflate"):
+    with pytest.raises(ValueError, match="compressed members"):
         read_arrays(tmp_path / "a.npz")
 
 
@@ -180,7 +180,7 @@ def test_arrays_with_too_many_axes_are_refused(tmp_path):
     header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (" + b"0," * 101 + b"), }\n"
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("a.npy", b"\x93NUMPY\1\0\0\0" + header)
-    with pytest.raises(ValueError, match="of another kind"):
+    with pytest.raises(ValueError, match="npy array"):
         read_arrays(tmp_path / "a.npz")
 
 
@@ -204,12 +204,12 @@ def test_bytes_behind_the_end_of_an_archive_are_refused(tmp_path, more):
     np.savez(tmp_path / "a.npz", a=np.arange(3))
     with (tmp_path / "a.npz").open("ab") as file:
         file.write(more)
-    with pytest.raises(ValueError, match="no end of a zip file"):
+    with pytest.raises(ValueError, match="not a zip file"):
         read_arrays(tmp_path / "a.npz")
 
 
 def test_small_files_are_small(tmp_path):
     (tmp_path / "file").write_bytes(b"content")
     assert read_whole(tmp_path / "file", 7) == b"content"
-    with pytest.raises(OSError, match="7 bytes, more than 6"):
+    with pytest.raises(OSError, match=r"7 bytes.*6"):
         read_whole(tmp_path / "file", 6)

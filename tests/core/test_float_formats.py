@@ -230,8 +230,8 @@ def test_a_folder_of_fp8_is_saved_and_comes_back(tmp_path):
 @pytest.mark.parametrize(
     ("scales", "about", "message"),
     [
-        (np.ones((7, 3), np.float32), {}, r"scales \(7, 3\).*takes one for each matrix, row or block"),
-        (np.ones((24, 4), np.int32), {}, "type I32.*takes F32"),
+        (np.ones((7, 3), np.float32), {}, r"scales \(7, 3\).*for each matrix, row or block"),
+        (np.ones((24, 4), np.int32), {}, "type I32.*F32"),
         (np.ones((3, 4), np.float32), {"weight_block_size": [8, 64]}, "a scale for 64 weights of a row"),
         (np.ones((3, 4), np.float32), {"weight_block_size": [0, "a"]}, r"scales \(3, 4\)"),
     ],

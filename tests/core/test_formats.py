@@ -41,13 +41,13 @@ def test_a_format_is_written_with_its_group_size(text, beside, expected):
     ("text", "beside", "message"),
     [
         ("fp5:64", None, "'fp5'"),
-        ("fp4:", None, "'fp4:'.*fp4:GROUP"),
+        ("fp4:", None, "'fp4:'.*fp4:"),
         ("fp4:6.4", None, "'fp4:6.4'"),
         ("fp4:" + "9" * 5000, None, "fp4:999"),
         ("fp4:48", None, "48.*16, 32, 64, 128"),
         ("fp4", 48, "48.*16, 32, 64, 128"),
         ("q4_0:-1", None, "-1.*32"),
-        ("fp4:64", 32, "'fp4:64'.*group_size 32"),
+        ("fp4:64", 32, "'fp4:64'.*group_size.*32"),
         (3, None, "3"),
     ],
 )
@@ -407,14 +407,15 @@ def test_no_name_stands_for_two_formats():
 def test_an_unknown_name_gets_the_nearest(name, near):
     with pytest.raises(bf.FormatError) as caught:
         bf.get_format(name)
-    assert str(caught.value).startswith(f"[get_format] format: got {name!r}; takes one of u4, u8")
-    assert str(caught.value).endswith(f"; did you mean {near!r}?" if near else "nf4")
+    assert f"get_format: unknown format {name!r}" in str(caught.value)
+    assert ("Did you mean" in str(caught.value)) == (near is not None)
+    assert near is None or repr(near) in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["Q4_K_M", "q4_k_s", "Q3_K_L", "q5km"])
 def test_a_mix_is_no_format(name):
     main = f"q{name[1]}_k"
-    message = rf"got '{name}'; takes one format, such as {main}; this is a mix, for `billfish quantize` and "
+    message = f"'{name}'.*mix.*'{main}'.*billfish quantize"
     with pytest.raises(bf.FormatError, match=message):
         bf.quantize(gaussian((4, 256)), name)
 
@@ -430,6 +431,6 @@ def test_foreign_formats_have_aliases_of_their_own_and_take_nobody_elses():
     finally:
         del bf.FORMATS["foreign"]
     for taken in ({"name": "Q4-0"}, {"name": "foreign", "aliases": ("int4",)}):
-        with pytest.raises(bf.FormatError, match="takes a name that no other format has"):
+        with pytest.raises(bf.FormatError, match="another format has the name"):
             bf.register(type("Foreign", (Foreign,), taken))
     assert "foreign" not in bf.FORMATS

@@ -240,15 +240,15 @@ def changed(place: tuple[int, int], value: float) -> np.ndarray:
 @pytest.mark.parametrize(
     ("hessian", "error", "message"),
     [
-        (None, bf.FormatError, r"hessian: got None; takes \[64, 64\] for method 'gptq'"),
-        (hessian_of(32), bf.ShapeError, r"hessian: got shape \(32, 32\); takes \(64, 64\)"),
-        (np.ones(64, np.float32), bf.ShapeError, r"hessian: got shape \(64,\)"),
-        (np.eye(64, dtype=np.int64), bf.DTypeError, "hessian: got dtype int64; takes float32 or float64"),
-        (changed((3, 4), np.nan), bf.DataError, r"hessian: got nan at \[3, 4\]; takes finite"),
-        (changed((3, 4), np.inf), bf.DataError, r"hessian: got inf at \[3, 4\]"),
-        (changed((3, 4), 1e3), bf.DataError, "hessian: got a matrix that is not symmetric; takes X"),
-        (changed((3, 3), -1.0), bf.DataError, r"hessian: got -1.0 at \[3, 3\]; takes X"),
-        (2 - 3 * np.eye(64) + 1, bf.DataError, "hessian: got a matrix that is not positive semidefinite; takes X"),
+        (None, bf.FormatError, r"'gptq'.*hessian.*\[64, 64\]"),
+        (hessian_of(32), bf.ShapeError, r"hessian.*\(32, 32\).*\(64, 64\)"),
+        (np.ones(64, np.float32), bf.ShapeError, r"hessian.*\(64,\)"),
+        (np.eye(64, dtype=np.int64), bf.DTypeError, "hessian.*int64.*float32 or float64"),
+        (changed((3, 4), np.nan), bf.DataError, r"hessian.*nan at \[3, 4\].*finite"),
+        (changed((3, 4), np.inf), bf.DataError, r"hessian.*inf at \[3, 4\]"),
+        (changed((3, 4), 1e3), bf.DataError, "hessian.*not symmetric.*X"),
+        (changed((3, 3), -1.0), bf.DataError, r"hessian\[3, 3\].*-1.0.*X"),
+        (2 - 3 * np.eye(64) + 1, bf.DataError, "hessian.*not positive semidefinite.*X"),
     ],
 )
 def test_what_is_no_hessian_is_refused(hessian, error, message):
@@ -258,10 +258,10 @@ def test_what_is_no_hessian_is_refused(hessian, error, message):
 
 @pytest.mark.parametrize("method", ["rtn", "mse"])
 def test_a_hessian_is_for_gptq(method):
-    with pytest.raises(bf.FormatError, match=f"hessian: got a value; takes none for method '{method}'"):
+    with pytest.raises(bf.FormatError, match=f"hessian.*'gptq'.*'{method}'"):
         bf.quantize(gaussian((4, 64)), "q4_0", method=method, hessian=hessian_of(64))
 
 
 def test_a_scale_that_overflows_is_refused_as_ever():
-    with pytest.raises(bf.DataError, match="scale overflows float16"):
+    with pytest.raises(bf.DataError, match=r"scale.*overflows float16"):
         bf.quantize(gaussian((5, 64)) * np.float32(1e7), "q4_0", method="gptq", hessian=hessian_of(64))

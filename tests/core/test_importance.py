@@ -172,13 +172,13 @@ def test_arrays_of_other_libraries():
 @pytest.mark.parametrize(
     ("importance", "error", "message"),
     [
-        (np.ones(63, np.float32), bf.ShapeError, r"importance: got shape \(63,\); takes \(64,\)"),
-        (np.ones((64, 1), np.float32), bf.ShapeError, r"importance: got shape \(64, 1\)"),
-        (np.ones(64, np.int32), bf.DTypeError, "importance: got dtype int32; takes float32 or float64"),
-        ([1.0] * 64, bf.DTypeError, "importance: got a list"),
-        (np.where(np.arange(64) == 5, np.nan, 1), bf.DataError, r"importance: got nan at \[5\]; takes finite"),
-        (np.where(np.arange(64) == 6, np.inf, 1), bf.DataError, r"importance: got inf at \[6\]"),
-        (np.where(np.arange(64) == 7, -1.0, 1), bf.DataError, "importance: got -1.0 at k 7; takes numbers of at least"),
+        (np.ones(63, np.float32), bf.ShapeError, r"importance.*\(63,\).*\(64,\)"),
+        (np.ones((64, 1), np.float32), bf.ShapeError, r"importance.*\(64, 1\)"),
+        (np.ones(64, np.int32), bf.DTypeError, "importance.*int32.*float32 or float64"),
+        ([1.0] * 64, bf.DTypeError, "importance.*list"),
+        (np.where(np.arange(64) == 5, np.nan, 1), bf.DataError, r"importance.*nan at \[5\].*finite"),
+        (np.where(np.arange(64) == 6, np.inf, 1), bf.DataError, r"importance.*inf at \[6\]"),
+        (np.where(np.arange(64) == 7, -1.0, 1), bf.DataError, r"importance\[7\].*-1.0.*0 or more"),
     ],
 )
 @METHODS

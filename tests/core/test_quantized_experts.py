@@ -78,17 +78,17 @@ def test_a_stack_is_dequantized_into_an_array(rng):
 def test_stacks_that_do_not_fit_together_are_errors(rng):
     q = oracle.random_stack(rng, 2, 8, 64)
     other = bf.quantize(rng.standard_normal((8, 64)).astype(np.float32), "q8_0")
-    with pytest.raises(bf.ShapeError, match=r"tensors\[1\]: got q8_0 .*takes q4_0"):
+    with pytest.raises(bf.ShapeError, match=r"tensors\[1\].*q8_0 .*q4_0"):
         bf.QuantizedExperts.from_tensors([q[0], other])
-    with pytest.raises(bf.ShapeError, match="tensors: got none"):
+    with pytest.raises(bf.ShapeError, match="tensors"):
         bf.QuantizedExperts.from_tensors([])
     ordered = bf.QuantizedTensor(q.format, (8, 64), 32, q[0].storage, np.arange(64)[::-1])
     with pytest.raises(bf.FormatError, match="act-order"):
         bf.QuantizedExperts.from_tensors([ordered])
-    with pytest.raises(bf.ShapeError, match=r"blocks: got shape \(8, 36\)|an array of 2 axes"):
+    with pytest.raises(bf.ShapeError, match=r"blocks.*\(8, 36\)|2 axes"):
         bf.QuantizedExperts.from_storage("q4_0", {"blocks": q.storage["blocks"][0]})
     u4 = oracle.random_stack(rng, 2, 8, 64, "u4")
-    with pytest.raises(bf.ShapeError, match=r"scales: got shape \(1, .*first array has 2 experts"):
+    with pytest.raises(bf.ShapeError, match=r"scales.*\(1, .*first array"):
         bf.QuantizedExperts.from_storage("u4", {**u4.storage, "scales": u4.storage["scales"][:1]})
     with pytest.raises(IndexError):
         q[2]

@@ -103,7 +103,7 @@ def test_packed_weights_go_with_their_tensor_at_once():
 
 def test_false_shapes_are_refused():
     q = quantized("q4_0")
-    with pytest.raises(bf.ShapeError, match=r"shape: got \(24, 512\); takes \(24, 256\)"):
+    with pytest.raises(bf.ShapeError, match=r"shape.*\(24, 512\).*\(24, 256\)"):
         dataclasses.replace(q, shape=(24, 512))
     with pytest.raises(bf.FormatError, match="group_size"):
         dataclasses.replace(q, group_size=64)

@@ -83,7 +83,7 @@ def test_a_users_program(check):
     """Not an error in the right one, and every mistake of the other."""
     lines = (PROGRAMS / "mistakes.py").read_text().splitlines()
     mistakes = {number for number, line in enumerate(lines, 1) if "  # " in line}
-    assert len(mistakes) == 9
+    assert len(mistakes) == 10
     folder = environment(f"{check.__name__}-torch-mlx", ("torch", "mlx"))
     assert check(["user.py", "mistakes.py"], folder) == {"mistakes.py": mistakes}
 

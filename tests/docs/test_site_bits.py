@@ -172,7 +172,7 @@ def test_scales_and_offsets_are_held_or_refused_as_in_explain(opened, format):
     named = [{"format": format.name, "codes": [3, 3], "scale": s, "offset": o} for s, o in states]
     for (scale, offset), seen in zip(states, shown(opened, *named), strict=True):
         refused = seen["lanes"][0]["hidden"]
-        assert refused == seen["held"].startswith("[explain]")
+        assert refused == seen["held"].startswith("explain: ")
         if refused:
             with pytest.raises(bf.DataError, match=re.escape(seen["held"])):
                 printed(format, 3, scale, offset)
@@ -261,7 +261,7 @@ def test_numbers_are_typed(page):
     typed = page.find_element(By.ID, "bits-scale")
     typed.send_keys(Keys.CONTROL, "a")
     typed.send_keys("1e10")
-    assert now(page)["held"] == "[explain] --scale: got 1e+10; takes what f16 can hold"
+    assert now(page)["held"] == "explain: --scale is 1e+10; expected what f16 can hold."
     typed.send_keys(Keys.CONTROL, "a")
     typed.send_keys("-2")
     assert now(page)["held"] == "scale -2, held as f16, is -2"

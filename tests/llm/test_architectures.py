@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import shutil
-from dataclasses import replace
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from cases import first
-from common import assert_same_bits
+from common import assert_same_bits, facts
 from llm_architectures import MODELS, TOKENS, write_model
 from llm_folders import edit, in_transformers, write_tokenizer
 from llm_models import Small
@@ -26,9 +24,7 @@ from billfish.backends import BACKENDS
 from billfish.backends.cpu import _cpu
 from billfish.checkpoints.names.gguf_names import by_gguf_names
 from billfish.llm import devices, load
-from billfish.llm.cpu import CpuDecoder
 from billfish.models import ARCHITECTURES
-from billfish.models.description import ShortConvolution
 
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 
@@ -74,7 +70,7 @@ def test_names_are_those_of_gguf(folder_of, name):
     arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == MODELS[name][0])
     known = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[arch]}
     for tensor in by_gguf_names(bf.load(folder_of(name))):
-        module = re.sub(r"^blk\.\d+", "blk.{bid}", tensor.rpartition(".")[0])
+        module = re.sub(r"^blk\.\d+", "blk.{bid}", re.sub(r"\.(weight|bias|scale)$", "", tensor))
         if not (MODELS[name][0] == "gemma4" and module.endswith(("ffn_gate_exps", "ffn_up_exps"))):  # or both as one
             assert module in known, tensor
 
@@ -260,38 +256,38 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"expert_used_count": 9}, "expert_used_count: got 9; takes a number from 1 to 8, the experts there are"),
-        ({"expert_used_count": 0}, "expert_used_count: got 0; takes a number from 1 to 8"),
-        ({"expert_count": 0}, "expert_count: got 0; takes at least one expert"),
-        ({"expert_count": 7}, "blk.0.ffn_gate_inp.weight: got shape (8, 64); takes (7, 64)"),
-        ({"expert_gating_func": 2}, "expert_gating_func: got 2; takes 1 or 3, a softmax"),
-        ({"expert_group_count": 2}, "expert_group_count: got 2; takes 1: experts are chosen among all of them"),
-        ({"attention.causal": False}, "attention.causal: got False; takes true: a token sees those before it"),
-        ({"expert_weights_scale": NAN}, "expert_weights_scale: got nan; takes a number"),
-        ({"attention.sliding_window": 0}, "attention.sliding_window: got 0; takes the length of a window"),
-        ({"attention.sliding_window": None}, "gpt-oss.attention.sliding_window: got no such field"),
+        ({"expert_used_count": 9}, "expert_used_count|9|1 to 8"),
+        ({"expert_used_count": 0}, "expert_used_count|0|1 to 8"),
+        ({"expert_count": 0}, "expert_count|0|at least one expert"),
+        ({"expert_count": 7}, "blk.0.ffn_gate_inp.weight|(8, 64)|(7, 64)"),
+        ({"expert_gating_func": 2}, "expert_gating_func|2|1 or 3 (softmax)"),
+        ({"expert_group_count": 2}, "expert_group_count|2|1"),
+        ({"attention.causal": False}, "attention.causal|False|true"),
+        ({"expert_weights_scale": NAN}, "expert_weights_scale|nan|number"),
+        ({"attention.sliding_window": 0}, "attention.sliding_window|0|length of a window"),
+        ({"attention.sliding_window": None}, "no field gpt-oss.attention.sliding_window"),
         (
             {"attention.sliding_window_pattern": -1},
-            "attention.sliding_window_pattern: got -1; takes a number of layers",
+            "attention.sliding_window_pattern|-1|number of layers",
         ),
-        ({"attention.sliding_window_pattern": [True]}, "attention.sliding_window_pattern: got 1 layers; takes 3"),
-        ({"rope.scaling.type": "odd"}, "rope.scaling.type: got 'odd'; takes one of none, linear, yarn, longrope"),
-        ({"rope.scaling.factor": NAN}, "rope.scaling.factor: got nan; takes a number"),
-        ({"rope.scaling.factor": -2.0}, "rope.scaling.factor: got -2.0; takes a positive number"),
-        ({"rope.scaling.original_context_length": 0}, "rope.scaling.original_context_length: got 0; takes a positive"),
-        ({"rope.scaling.yarn_beta_fast": 0.0}, "rope.scaling.yarn_beta_fast: got 0.0; takes a positive number"),
-        ({"rope.scaling.yarn_ext_factor": 0.5}, "rope.scaling.yarn_ext_factor: got 0.5; takes 1"),
-        ({"rope.freq_base": 1.0}, "rope.freq_base: got 1.0; takes a number above 1 for YaRN"),
-        ({"rope.freq_base": 0.0}, "rope.freq_base: got 0.0; takes a positive number"),
-        ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping: got -1.0; takes a positive number, or 0 for none"),
-        ({"attention.scale": 0.0}, "attention.scale: got 0.0; takes a positive number"),
+        ({"attention.sliding_window_pattern": [True]}, "attention.sliding_window_pattern|1 layers|3"),
+        ({"rope.scaling.type": "odd"}, "rope.scaling.type|'odd'|none, linear, yarn, longrope"),
+        ({"rope.scaling.factor": NAN}, "rope.scaling.factor|nan|number"),
+        ({"rope.scaling.factor": -2.0}, "rope.scaling.factor|-2.0|positive number"),
+        ({"rope.scaling.original_context_length": 0}, "rope.scaling.original_context_length|0|positive"),
+        ({"rope.scaling.yarn_beta_fast": 0.0}, "rope.scaling.yarn_beta_fast|0.0|positive number"),
+        ({"rope.scaling.yarn_ext_factor": 0.5}, "rope.scaling.yarn_ext_factor|0.5|1"),
+        ({"rope.freq_base": 1.0}, "rope.freq_base|1.0|number above 1 for YaRN"),
+        ({"rope.freq_base": 0.0}, "rope.freq_base|0.0|positive number"),
+        ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping|-1.0|positive number, or 0 for none"),
+        ({"attention.scale": 0.0}, "attention.scale|0.0|positive number"),
     ],
 )
 def test_bad_fields_are_refused_by_name(folder_of, tmp_path, fields, message):
     bf.convert(folder_of("gpt-oss"), tmp_path / "good.gguf", "gguf")
     own = {f"gpt-oss.{name}": value for name, value in fields.items()}
     rewritten(tmp_path / "good.gguf", tmp_path / "m.gguf", own)
-    with pytest.raises(bf.ModelError, match=re.escape(message)):
+    with pytest.raises(bf.ModelError, match=facts(message)):
         load(tmp_path / "m.gguf", device="cpu")
 
 
@@ -310,48 +306,37 @@ def test_bad_fields_are_refused_by_name(folder_of, tmp_path, fields, message):
 def test_a_missing_tensor_is_named(folder_of, tmp_path, tensor):
     bf.convert(folder_of("gpt-oss"), tmp_path / "good.gguf", "gguf")
     rewritten(tmp_path / "good.gguf", tmp_path / "m.gguf", {}, without=tensor)
-    message = f"{tensor}: got no such tensor; takes a gpt-oss model that has it"
-    with pytest.raises(bf.ModelError, match=re.escape(message)):
+    message = f"no tensor {tensor}|gpt-oss"
+    with pytest.raises(bf.ModelError, match=facts(message)):
         load(tmp_path / "m.gguf", device="cpu")
 
 
 @pytest.mark.parametrize("factor", [NAN, 0.0, -1.0])
 def test_divisors_that_are_none_are_refused(tmp_path, factor):
     write_gguf(tmp_path / "good.gguf", Small(), {"rope_freqs.weight": np.full(16, factor, np.float32)})
-    with pytest.raises(bf.ModelError, match=r"rope_freqs.weight: got numbers that are not positive; takes divisors"):
+    with pytest.raises(bf.ModelError, match=r"rope_freqs.weight.*not positive"):
         load(tmp_path / "good.gguf", device="cpu")
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit: got 5.0; takes 7.0 for gpt_oss"),
-        ("gpt-oss", {"layer_types": ["chunked_attention"] * 3}, "layer_types: got ['chunked_attention'"),
-        ("qwen3moe", {"mlp_only_layers": [0]}, "mlp_only_layers: got [0]; takes [] for qwen3_moe"),
-        ("olmoe", {"clip_qkv": 3.0}, "clip_qkv: got 3.0; takes None for olmoe"),
-        ("smollm3", {"no_rope_layers": [0, 1, 1, 1, 1]}, "no_rope_layers: got [0, 1, 1, 1, 1]; takes every 4th layer"),
-        ("qwen3-yarn", {"rope_parameters": {"rope_type": "yarn", "factor": NAN}}, "rope_scaling.factor: got nan"),
-        ("gemma2", {"sliding_window": "7"}, "sliding_window: got '7'; takes a number"),
+        ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit|5.0|7.0 for gpt_oss"),
+        ("gpt-oss", {"layer_types": ["chunked_attention"] * 3}, "layer_types|['chunked_attention'"),
+        ("qwen3moe", {"mlp_only_layers": [0]}, "mlp_only_layers|[0]|[] for qwen3_moe"),
+        ("olmoe", {"clip_qkv": 3.0}, "clip_qkv|3.0|None for olmoe"),
+        ("smollm3", {"no_rope_layers": [0, 1, 1, 1, 1]}, "no_rope_layers|[0, 1, 1, 1, 1]|every 4th layer"),
+        ("qwen3-yarn", {"rope_parameters": {"rope_type": "yarn", "factor": NAN}}, "rope_scaling.factor|nan"),
+        ("gemma2", {"sliding_window": "7"}, "sliding_window|'7'|number"),
         ("phi3-longrope", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0],
-                                               "original_max_position_embeddings": 16}}, "long_factor: got 1 numbers"),
+                                               "original_max_position_embeddings": 16}}, "long_factor|a list of 1"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_run_are_named(folder_of, tmp_path, name, settings, message):
     write_model(tmp_path, name)
     edit(tmp_path / "config.json", **settings)
-    with pytest.raises(bf.BillfishError, match=re.escape(message)):
+    with pytest.raises(bf.BillfishError, match=facts(message)):
         load(tmp_path, device="cpu")
-
-
-def test_a_mixer_without_kernels_is_refused_by_name(folder_of):
-    tensors = copy.copy(load(folder_of("llama3"), device="cpu").decoder.tensors)
-    block = tensors.config.blocks[0]
-    matrix = block.mixer.q
-    blocks = (replace(block, mixer=ShortConvolution(3, matrix, matrix, matrix)),)
-    tensors.config = replace(tensors.config, blocks=blocks)
-    with pytest.raises(bf.ModelError, match="layer 0: got ShortConvolution"):
-        CpuDecoder(tensors)
-    assert devices.missing(tensors.config) == ["ShortConvolution"]
 
 
 def test_blocks_that_draft_are_kept_and_not_run(folder_of, tmp_path):
@@ -384,18 +369,17 @@ def test_blocks_that_draft_are_kept_and_not_run(folder_of, tmp_path):
         ("gemma3", "sliding windows, post-norms, layers that rotate differently, "
                    "queries with a scale of their own"),
         ("olmoe", "experts, norms over all heads"),
+        ("lfm2", "ShortConvolution"),
     ],
 )  # fmt: skip
-def test_a_gpu_says_what_it_does_not_run(folder_of, name, features, monkeypatch, capsys):
+def test_a_gpu_says_what_it_does_not_run(folder_of, name, features, monkeypatch, caplog):
     """Whether there is a GPU or not: these models never get as far."""
     monkeypatch.delenv("BILLFISH_DEVICE", raising=False)
     monkeypatch.setattr(devices, "_has_driver", lambda: True)
     monkeypatch.setattr(BACKENDS["cuda"], "usable", lambda: (True, ""))
-    message = (
-        f"[llm.load] device: got cuda:0 for a model with {features}; takes cpu: a GPU does not run such models yet"
-    )
+    message = f"llm.load: |{features}|GPU"
     model = load(folder_of(name), device="auto")
     assert model.decoder.device == "cpu"
-    assert capsys.readouterr().err.endswith(f"{message}. The CPU runs it.\n")
-    with pytest.raises(bf.BackendUnavailable, match=re.escape(message)):
+    assert re.search(facts(f"{message}|The CPU runs it."), caplog.text)
+    with pytest.raises(bf.BackendUnavailable, match=facts(message)):
         devices.make_decoder("cuda:0", model.decoder.tensors)

@@ -39,14 +39,14 @@ USER = [{"role": "user", "content": "hello"}]
         ("{{ cycler | tojson(default=strftime_now) }}", "TypeError: .*unexpected keyword argument 'default'"),
         ("{{ strftime_now(1) }}", "TypeError"),
         ("{{ '\\ud800'.encode() }}", "UnicodeEncodeError"),
-        ("{{ 'a' * 10**7 }}", "ValueError: a text of 10000000 characters"),
+        ("{{ 'a' * 10**7 }}", "ValueError: its text has 10000000 characters"),
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{% for x in [[1]] recursive %}{{ loop([x]) }}{% endfor %}", "RecursionError"),
     ],
 )
 def test_what_a_template_does_wrong_is_told(source, message):
-    with pytest.raises(bf.ModelError, match=rf"messages of \['user'\] \((?s:.*){message}") as caught:
+    with pytest.raises(bf.ModelError, match=rf"messages .*\['user'\](?s:.*){message}") as caught:
         ChatTemplate(source).render(USER)
     assert len(str(caught.value)) < 1000
 
@@ -67,9 +67,9 @@ def test_what_a_template_does_wrong_is_told(source, message):
     ),
 )
 def test_time_is_limited(source):
-    with pytest.raises(bf.ModelError, match=r"chat_template|messages of") as caught:
+    with pytest.raises(bf.ModelError, match=r"chat.template") as caught:
         ChatTemplate(source).render(USER)
-    assert "more than 2 s of processor time" in str(caught.value)
+    assert "more than 2 s" in str(caught.value)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no limit of memory")
@@ -111,7 +111,7 @@ def test_memory_is_limited(source):
     ],
 )
 def test_what_does_not_compile_is_told(source):
-    with pytest.raises(bf.ModelError, match=r"tokenizer\.chat_template: got .*; takes a jinja2 template") as caught:
+    with pytest.raises(bf.ModelError, match=r"jinja2 template .tokenizer\.chat_template") as caught:
         ChatTemplate(source)
     assert len(str(caught.value)) < 1000
 
@@ -136,13 +136,13 @@ def test_text_of_any_characters_comes_back():
 
 
 def test_messages_that_are_no_json():
-    with pytest.raises(bf.ModelError, match="what is no JSON: Object of type object is not JSON serializable"):
+    with pytest.raises(bf.ModelError, match="not JSON: Object of type object is not JSON serializable"):
         ChatTemplate("{{ messages }}").render([{"role": "user", "content": object()}])
 
 
 @pytest.mark.parametrize("messages", [[5], ["ab"], "text", [*USER, None]])
 def test_messages_that_are_none(messages):
-    with pytest.raises(bf.DataError, match=r"messages: got a \w+; takes a mapping for each message"):
+    with pytest.raises(bf.DataError, match=r"messages.*\w+.*dict with role"):
         ChatTemplate("{{ messages }}").render(messages)
 
 
@@ -204,7 +204,7 @@ def test_threads_are_not_disturbed_by_what_ends_the_process():
     texts: list[str] = []
     thread = threading.Thread(target=lambda: texts.extend(template.render([{"n": 1}]) for _ in range(5)))
     thread.start()
-    with pytest.raises(bf.ModelError, match="processor time"):
+    with pytest.raises(bf.ModelError, match="more than 2 s"):
         template.render([{"n": 99999}])
     thread.join()
     assert texts == ["ok"] * 5
@@ -259,5 +259,5 @@ def test_no_process_is_an_error_of_ours(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setattr(chat_template, "_started", [])
     chat_template.start_process()
-    with pytest.raises(bf.ModelError, match=r"no process to run it in \(.*No such file"):
+    with pytest.raises(bf.ModelError, match=r"does not start \(.*No such file"):
         ChatTemplate("")

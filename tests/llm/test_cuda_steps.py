@@ -220,7 +220,7 @@ def test_an_answer_counts_up_through_pages_and_graphs(gpu, model):
 
 
 def test_answers_in_turns_take_no_step_of_each_other(model):
-    answers = [model.generate([first], max_tokens=30) for first in (5, 100, 200)]
+    answers = [model.stream([first], max_tokens=30) for first in (5, 100, 200)]
     for _ in range(29):
         for answer in answers:
             next(answer, None)
@@ -230,7 +230,7 @@ def test_answers_in_turns_take_no_step_of_each_other(model):
 
 def test_answers_that_share_a_cache_in_turns(model):
     cache = model.cache()
-    answers = [model.generate(counting(first, 3), max_tokens=12, cache=cache) for first in (5, 100)]
+    answers = [model.stream(counting(first, 3), max_tokens=12, cache=cache) for first in (5, 100)]
     for _ in range(12):
         for answer in answers:
             next(answer, None)
@@ -291,7 +291,7 @@ def test_an_engine_on_a_gpu(gpu, model):
 @pytest.mark.parametrize("kernel", ["embed.cu", "attend.cu", "choose.cu"])
 def test_an_interrupted_step_is_taken_for_no_answer(gpu, model, kernel):
     """A step of one text is under way; a batch is interrupted; then the first text goes on, and the batch as well."""
-    first = model.generate([5], max_tokens=20)
+    first = model.stream([5], max_tokens=20)
     for _ in range(6):
         next(first)
     caches, samplers = [model.cache() for _ in range(3)], [Sampling().sampler() for _ in range(3)]
@@ -322,7 +322,7 @@ def test_a_cache_that_is_collected_while_another_takes_pages(model, monkeypatch)
     pool = model.decoder._pool
     grow = type(pool)._grow
     monkeypatch.setattr(cuda_kv_cache, "SLAB_BYTES", 1)
-    abandoned = [model.generate(counting(3, 40), max_tokens=50) for _ in range(2)]
+    abandoned = [model.stream(counting(3, 40), max_tokens=50) for _ in range(2)]
     for answer in abandoned:
         next(answer)
     del answer
@@ -344,7 +344,7 @@ def test_more_tokens_than_the_context_are_refused(model):
     cache = model.cache()
     tokens_of(model.generate(counting(3, 290), max_tokens=50, cache=cache))
     assert len(cache.tokens) == SMALL.context
-    with pytest.raises(bf.ModelError, match="got 301 tokens with those of the cache; takes at most 300"):
+    with pytest.raises(bf.ModelError, match=r"301 tokens.*300"):
         model.decoder.choose([(cache, [1])], [Sampling().sampler()], None)
 
 
@@ -356,17 +356,15 @@ def test_a_context_of_less_than_a_new_caches_pages(gpu, tmp_path):
     ]
 
 
-def test_memory_that_is_full_is_told_with_numbers(gpu, tmp_path, monkeypatch, capsys):
+def test_memory_that_is_full_is_told_with_numbers(gpu, tmp_path, monkeypatch, caplog):
     write_model(tmp_path / "model.gguf", SMALL)
     monkeypatch.setattr(cuda, "free_bytes", lambda ordinal: 1000)
-    with pytest.raises(
-        BackendUnavailable, match=r"got a model of \d\.\d GB; takes one that fits fake, which has 0\.0 GB"
-    ):
+    with pytest.raises(BackendUnavailable, match=r"needs \d\.\d GB.*fake has 0\.0 GB"):
         load(tmp_path / "model.gguf", device="cuda")
     monkeypatch.setenv("BILLFISH_DEVICE", "auto")
     monkeypatch.setattr("billfish.llm.devices._has_driver", lambda: True)
     assert load(tmp_path / "model.gguf").decoder.device == "cpu"
-    assert "The CPU runs it." in capsys.readouterr().err
+    assert "The CPU runs it." in caplog.text
 
 
 class Code(int):
@@ -385,7 +383,7 @@ def test_memory_that_ends_while_weights_are_packed_is_known_by_its_code(gpu, tmp
         return allocate(nbytes) if left[0] >= 0 else (Code(2), 0)
 
     monkeypatch.setattr(gpu, "cuMemAlloc", some)
-    with pytest.raises(BackendUnavailable, match="GB were packed when memory was full"):
+    with pytest.raises(BackendUnavailable, match="out of memory after"):
         load(tmp_path / "model.gguf", device="cuda")
     monkeypatch.setattr(gpu, "cuMemAlloc", lambda nbytes: (Code(1), 0))  # of that name, and another code
     with pytest.raises(bf.BillfishError, match="OUT_OF_MEMORY") as caught:
@@ -400,7 +398,7 @@ def test_caches_without_room_are_told_of_streams_by_an_engine(gpu, model, monkey
     with pytest.raises(bf.ModelError, match=r"64 more positions of KV cache: .* GB") as caught:
         model.decoder.cache(64)
     assert "llm.generate" not in str(caught.value)
-    with pytest.raises(bf.DataError, match=r"streams: got 3 of 200 tokens each") as caught:
+    with pytest.raises(bf.DataError, match=r"3 streams of 200 tokens") as caught:
         Engine(model, streams=3, context=200)
     assert "llm.generate" not in str(caught.value)
 
@@ -434,5 +432,5 @@ def test_tiny_temperatures_take_the_best():
 
 
 def test_words_of_device():
-    with pytest.raises(bf.DataError, match="device: got 'gpu'; takes cpu, cuda, cuda:N"):
+    with pytest.raises(bf.DataError, match=r"device.*'gpu'.*cpu, cuda, cuda:N"):
         load(device="gpu")

@@ -7,7 +7,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
-from common import assert_same_bits
+from common import assert_same_bits, facts
 from llm_models import Small, in_transformers, write_model
 from llm_oracle import Oracle
 
@@ -314,12 +314,9 @@ def test_an_embedding_in_another_order(path_of):
 def test_a_matrix_of_another_type_is_refused(path_of):
     path = path_of(Small("llama", quantization="F32"))
     for dtype in (np.float64, np.int8, ">f4"):
-        with pytest.raises(bf.ModelError) as caught:
+        message = f"llm.load|token_embd.weight|{np.dtype(dtype)}|float32, float16 or bfloat16"
+        with pytest.raises(bf.ModelError, match=facts(message)):
             load(path, convert=lambda _, tensor, dtype=dtype: tensor.astype(dtype))
-        assert str(caught.value) == (
-            f"[llm.load] token_embd.weight: got {np.dtype(dtype)} weights; "
-            "takes quantized ones, float32, float16 or bfloat16"
-        )
 
 
 class OddGroups(ScaledWordFormat):
@@ -328,12 +325,9 @@ class OddGroups(ScaledWordFormat):
 
 def test_a_format_that_the_kernels_do_not_take_is_refused(path_of):
     path = path_of(Small("llama", quantization="F32", hidden=96))
-    with pytest.raises(bf.ModelError) as caught:
+    message = "llm.load|blk.0.attn_q.weight|odd_groups|group_size is 48|16, 32, 64, 128, 256, multiples of 256"
+    with pytest.raises(bf.ModelError, match=facts(message)):
         load(path, convert=lambda _, tensor: bf.quantize(tensor, OddGroups()) if tensor.ndim == 2 else tensor)
-    assert str(caught.value) == (
-        "[llm.load] blk.0.attn_q.weight: got odd_groups weights (groups of 48; it takes 16, 32, 64, 128, 256, "
-        "multiples of 256, or all of K); takes a format that the CPU engine multiplies with"
-    )
 
 
 def test_types_of_plain_matrices_are_named(path_of):

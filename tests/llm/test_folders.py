@@ -10,6 +10,7 @@ import checkpoint_folders as folders
 import numpy as np
 import pytest
 import torch
+from common import facts
 from llm_folders import edit, in_transformers, write_random, write_tokenizer
 from llm_models import Small, write_model
 from safetensors.numpy import load_file, save_file
@@ -140,7 +141,7 @@ def test_the_capital_of_france_from_a_folder(tmp_path, to):
     assert main(["convert", str(default_model()), str(tmp_path / "out"), "--to", to, "--requantize"]) == 0
     answer = load(tmp_path / "out").generate("What is the capital of France?", max_tokens=12)
     assert "".join(answer) == "The capital of France is Paris."
-    assert answer.finished == "end"
+    assert answer.finish_reason == "stop"
 
 
 # ---- quantized while they load --------------------------------------------------------------------------------------
@@ -155,16 +156,15 @@ def test_quantize_does_what_the_command_does(tmp_path, capsys, wanted, format, g
     assert np.array_equal(model.logits(TOKENS), load(tmp_path / "out").logits(TOKENS))
     assert ", ".join(sorted([format, "float32"])) in repr(model)  # the head stays
     assert capsys.readouterr().err == ""
-    with pytest.raises(bf.DataError, match=f"out is quantized already, to {format}.*quantize='q8_0'.*--requantize"):
+    with pytest.raises(bf.DataError, match=f"out is already quantized .{format}.*quantize='q8_0'.*--requantize"):
         load(tmp_path / "out", quantize="q8_0")
 
 
-def test_quantize_names_what_is_quantized_already(tmp_path, capsys):
+def test_quantize_names_what_is_quantized_already(tmp_path, caplog):
     write_random(tmp_path / "in", "llama")
     bf.quantize_checkpoint(tmp_path / "in", tmp_path / "half", "q4_0", only=["q_proj"])
-    capsys.readouterr()
     load(tmp_path / "half", quantize="q8_0")
-    assert "model.layers.1.self_attn.q_proj.weight: quantized already, to q4_0" in capsys.readouterr().err
+    assert "model.layers.1.self_attn.q_proj.weight: already quantized (q4_0)" in caplog.text
 
 
 @pytest.mark.parametrize("ignored", [{"method": "rtn"}, {"method": "mes"}, {"statistics": "stats.safetensors"}])
@@ -174,27 +174,27 @@ def test_settings_of_quantize_are_refused_without_it(tmp_path, ignored):
         load(tmp_path, **ignored)
 
 
-def test_quantize_names_what_does_not_fit(tmp_path, capsys):
+def test_quantize_names_what_does_not_fit(tmp_path, capsys, caplog):
     write_random(tmp_path, "llama", intermediate_size=80)
     assert main(["run", str(tmp_path), "-p", "ab", "-n", "2", "--quantize", "q4_0"]) == 0
     error = capsys.readouterr().err
     names = "model.layers.0.mlp.down_proj.weight, model.layers.1.mlp.down_proj.weight"
-    assert f"not quantized: {names}: K = 80 is no multiple of 32, as q4_0 needs\n" in error
+    assert f"not quantized: {names}: K = 80 is not a multiple of 32, as q4_0 needs" in caplog.messages
     assert "(float32, q4_0)" in error
 
 
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ("q4_9", "[llm.load] format: got 'q4_9'"),
-        ("fp4:7", "[llm.load] group_size: got 7; takes 16, 32, 64, 128"),
+        ("q4_9", "llm.load|format|'q4_9'"),
+        ("fp4:7", "llm.load|group_size|7|16, 32, 64, 128"),
         ("fp4:x", "'fp4:x'"),
     ],
 )
 def test_quantize_refuses_what_is_no_format(tmp_path, capsys, wanted, message):
     write_random(tmp_path, "llama")
     assert main(["run", str(tmp_path), "-p", "ab", "--quantize", wanted]) == 2
-    assert message in capsys.readouterr().err
+    assert re.search(facts(message), capsys.readouterr().err)
     with pytest.raises(bf.DataError, match="quantize= or convert="):
         load(tmp_path, quantize="q4_0", convert=lambda name, tensor: tensor)
 
@@ -240,14 +240,14 @@ def test_eval_refuses_another_vocabulary(tmp_path, capsys):
     write_random(tmp_path / "a", "llama")
     write_model(tmp_path / "m.gguf", Small())
     (tmp_path / "text").write_text("ab cab " * 20)
-    with pytest.raises(bf.ModelError, match=r"against: got a vocabulary of 261 tokens.*takes the model's, of 96"):
+    with pytest.raises(bf.ModelError, match=r"against=.*261 tokens.*of 96"):
         evaluate(load(tmp_path / "a"), [5] * 10, against=load(tmp_path / "m.gguf"))
     write_random(tmp_path / "b", "llama")
     file = tmp_path / "b" / "tokenizer.json"
     file.write_text(file.read_text().replace('"Z"', '"!"'))
     assert main(["eval", str(tmp_path / "a"), "--against", str(tmp_path / "b"), "--text", str(tmp_path / "text")]) == 2
     error = capsys.readouterr().err
-    assert "against: got a vocabulary whose token 30 is '!'; takes the model's, where it is 'Z'" in error
+    assert re.search(r"against=.*vocabulary.*token 30 is '!'.*'Z'", error)
 
 
 # ---- what cannot run ------------------------------------------------------------------------------------------------
@@ -256,12 +256,12 @@ def test_eval_refuses_another_vocabulary(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba'; takes a config.json whose model_type is one of ernie4_5, gemma"),
-        ({"model_type": "mixtral"}, "num_experts_per_tok: got None; takes a number"),
+        ({"model_type": "mamba"}, "model_type 'mamba'|config.json|llama, mistral"),
+        ({"model_type": "mixtral"}, "num_experts_per_tok|None|number"),
         ({"model_type": None}, "model_type None"),
-        ({"hidden_size": None}, "hidden_size: got None; takes a positive size"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor: got None; takes a positive number"),
-        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'; takes 'silu' for llama"),
+        ({"hidden_size": None}, "hidden_size|None|positive integer"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor|None|positive number"),
+        ({"hidden_act": "gelu"}, "hidden_act|'gelu'|'silu' for llama"),
         ({"num_key_value_heads": 3}, "64 rows for 3 heads"),
     ],
 )
@@ -269,7 +269,7 @@ def test_configurations_that_cannot_run(tmp_path, capsys, settings, message):
     write_random(tmp_path, "llama")
     edit(tmp_path / "config.json", **settings)
     assert main(["run", str(tmp_path), "-p", "ab"]) == 2
-    assert message in capsys.readouterr().err
+    assert re.search(facts(message), capsys.readouterr().err)
 
 
 def test_tensors_go_by_the_names_that_the_folder_has(tmp_path, capsys):
@@ -277,13 +277,13 @@ def test_tensors_go_by_the_names_that_the_folder_has(tmp_path, capsys):
     arrays = load_file(tmp_path / "model.safetensors")
     up = "model.layers.1.mlp.up_proj.weight"
     for changed, message in (
-        ({up: None}, f"{up}: got no such tensor; takes a llama model that has it"),
-        ({up: np.ones((3, 3), np.float32)}, f"{up}: got shape (3, 3); takes (96, 64)"),
-        ({"lm_head.weight": None}, "lm_head.weight: got no such tensor"),
-        ({"model.layers.0.mlp.odd_proj.weight": arrays[up]}, "got 'model.layers.0.mlp.odd_proj.weight'; takes"),
-        ({up: np.ones((96, 64), np.int32)}, f"{up}: got int32 weights; takes quantized ones, float32, float16 or"),
+        ({up: None}, f"no tensor {up}|llama"),
+        ({up: np.ones((3, 3), np.float32)}, f"{up}|(3, 3)|(96, 64)"),
+        ({"lm_head.weight": None}, "no tensor lm_head.weight"),
+        ({"model.layers.0.mlp.odd_proj.weight": arrays[up]}, "unknown tensor 'model.layers.0.mlp.odd_proj.weight'"),
+        ({up: np.ones((96, 64), np.int32)}, f"{up}|int32|float32, float16 or"),
     ):
         left = {name: array for name, array in (arrays | changed).items() if array is not None}
         save_file(left, tmp_path / "model.safetensors")
         assert main(["run", str(tmp_path), "-p", "ab"]) == 2
-        assert message in capsys.readouterr().err
+        assert re.search(facts(message), capsys.readouterr().err)

@@ -100,7 +100,7 @@ def test_an_interrupted_answer_leaves_a_prefix_of_its_text(model):
     text = TOKENS + expected.tokens
     for at in range(1, 3000, 41):
         cache = model.cache()
-        answer = model.generate(TOKENS, max_tokens=4, activations="exact", cache=cache)
+        answer = model.stream(TOKENS, max_tokens=4, activations="exact", cache=cache)
         if not interrupted(lambda answer=answer: list(answer), at):
             break
         assert cache.tokens == text[: len(cache.tokens)]
@@ -139,9 +139,9 @@ def test_a_run_that_fails_leaves_all_caches_as_they_were(model, monkeypatch, err
 def test_tokens_that_are_none(model, token):
     cache = model.cache()
     model.decoder.run([(cache, [5])], "exact")
-    with pytest.raises(bf.ModelError, match=rf"tokens: got token {token}; takes tokens from 0 to 260"):
+    with pytest.raises(bf.ModelError, match=rf"tokens.*token {token}.*tokens from 0 to 260"):
         model.decoder.embed([5, token])
-    with pytest.raises(bf.ModelError, match=f"got token {token}"):
+    with pytest.raises(bf.ModelError, match=f"token {token}"):
         model.decoder.run([(cache, [6, token])], "exact")
     assert cache.tokens == [5]
 
@@ -158,7 +158,7 @@ def alone(model, prompt: list[int]) -> list[int]:
 def test_two_answers_in_turns_on_one_cache_are_what_they_are_alone(model):
     cache, prompts = model.cache(), (TOKENS[:20], TOKENS[:9] + TOKENS[30:])
     settings = {"max_tokens": 12, "activations": "exact", "cache": cache}
-    answers = [model.generate(prompt, **settings) for prompt in prompts]
+    answers = [model.stream(prompt, **settings) for prompt in prompts]
     going = list(answers)
     while going:
         going = [answer for answer in going if next(answer, None) is not None]
@@ -167,7 +167,7 @@ def test_two_answers_in_turns_on_one_cache_are_what_they_are_alone(model):
 
 def test_an_answer_left_half_way_makes_room_for_the_next(model):
     cache = model.cache()
-    first = model.generate(TOKENS[:20], max_tokens=12, activations="exact", cache=cache)
+    first = model.stream(TOKENS[:20], max_tokens=12, activations="exact", cache=cache)
     next(first)
     second = model.generate(TOKENS, max_tokens=12, activations="exact", cache=cache)
     list(second)
@@ -181,7 +181,7 @@ def test_answers_of_several_threads_on_one_cache_are_what_they_are_alone(model):
     cache, prompts = model.cache(), [TOKENS[i : i + 12] for i in range(6)]
 
     def answer(prompt: list[int]) -> list[int]:
-        going = model.generate(prompt, max_tokens=12, activations="exact", cache=cache)
+        going = model.stream(prompt, max_tokens=12, activations="exact", cache=cache)
         list(going)
         return going.tokens
 
@@ -209,7 +209,7 @@ def test_a_step_holds_the_lock_of_its_caches(model, monkeypatch):
 
 def test_one_text_cannot_come_twice_in_a_batch(model):
     cache = model.cache()
-    with pytest.raises(bf.ModelError, match="passages: got a cache twice; takes a cache for each text"):
+    with pytest.raises(bf.ModelError, match=r"passages share a cache"):
         model.decoder.run([(cache, [5]), (cache, [6])], "exact")
     assert cache.tokens == []
 
@@ -224,10 +224,10 @@ def test_the_cache_of_another_model_is_refused(model, tmp_path, other):
     """Of other sizes, or of the same: then its keys would only be wrong."""
     write_model(tmp_path / "other.gguf", other)
     cache = load(tmp_path / "other.gguf").cache()
-    takes = r"cache: got one of another model \(small llama\); takes one that this model's cache\(\) made"
-    with pytest.raises(bf.ModelError, match=rf"\[llm.generate\] {takes}"):
+    other = r"the cache belongs to another model \(small llama\)"
+    with pytest.raises(bf.ModelError, match=rf"llm.generate: {other}"):
         model.generate([5], cache=cache)
-    with pytest.raises(bf.ModelError, match=rf"\[llm.run\] {takes}"):
+    with pytest.raises(bf.ModelError, match=rf"llm.run: {other}"):
         model.decoder.run([(model.cache(), [5]), (cache, [5])], "exact")
 
 
@@ -265,11 +265,11 @@ def test_what_a_cache_holds_is_not_fed_again(model):
     "hidden", [np.ones((2, 63), np.float32), np.ones(64, np.float32), np.ones((2, 64)), [[1.0] * 64]]
 )
 def test_hidden_states_of_other_sizes_are_refused(model, hidden):
-    with pytest.raises(bf.ShapeError, match=r"\[llm\.logits\] hidden: got .*; takes float32 \[m, 64\]"):
+    with pytest.raises(bf.ShapeError, match=r"llm\.logits.*hidden.*.*float32 \[m, 64\]"):
         model.decoder.logits(hidden, "exact")
 
 
 @pytest.mark.parametrize("capacity", [-1, 2**40, 0.5])
 def test_capacities_that_no_cache_has_are_refused(model, capacity):
-    with pytest.raises(bf.DataError, match=r"\[llm\.Cache\] capacity"):
+    with pytest.raises(bf.DataError, match=r"llm\.Cache: capacity"):
         model.decoder.cache(capacity)

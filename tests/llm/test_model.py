@@ -77,7 +77,7 @@ def test_tokens_are_those_of_llama_cpp(model):
 def test_the_capital_of_france(model, activations):
     answer = model.generate(FRANCE, max_tokens=20, activations=activations)
     assert "".join(answer) == "The capital of France is Paris."
-    assert (answer.finished, answer.prompt_tokens, len(answer.tokens)) == ("end", 37, 8)
+    assert (answer.finish_reason, answer.prompt_tokens, len(answer.tokens)) == ("stop", 37, 8)
     assert answer.prompt_rate > 0
     assert answer.generation_rate > 0
 

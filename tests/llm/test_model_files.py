@@ -57,7 +57,7 @@ def test_a_running_model_reads_nothing_of_its_file(tmp_path, name):
 )
 def test_a_tensor_that_would_not_be_used_is_refused_by_name(tmp_path, name):
     write_model(tmp_path / "model.gguf", Small(), more={name: np.ones(64, np.float32)})
-    with pytest.raises(bf.ModelError, match=f"{name}: got a tensor that would not be used; takes a model made of"):
+    with pytest.raises(bf.ModelError, match=rf"no tensor {name}"):
         load(tmp_path / "model.gguf", device="cpu")
 
 

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from common import facts
 from llm_models import Small, write_model
 from safetensors.numpy import save_file
 
@@ -51,7 +52,7 @@ def test_a_file_that_breaks_off_anywhere_is_refused(path, tmp_path):
     broken = tmp_path / "broken.gguf"
     for length in [*range(0, header - 32, 97), len(whole) - 100]:
         broken.write_bytes(whole[:length])
-        with pytest.raises(bf.CheckpointError, match=r"damaged header|ends before|begins with b"):
+        with pytest.raises(bf.CheckpointError, match=r"damaged GGUF header|truncated|empty file|unknown type"):
             load(broken)
 
 
@@ -59,7 +60,7 @@ def test_a_file_that_breaks_off_anywhere_is_refused(path, tmp_path):
     ("at", "value", "message"),
     [
         (0, b"GGML", r"begins with b'GGML\\x03"),
-        (4, struct.pack("<I", 1), "begins with b'GGUF', version 1"),
+        (4, struct.pack("<I", 1), "b'GGUF', version 1"),
         (8, struct.pack("<Q", 2**60), "damaged"),
         (16, struct.pack("<Q", 2**60), "damaged"),
         (24, struct.pack("<Q", 2**63), "damaged"),
@@ -75,7 +76,7 @@ def test_a_header_that_lies_is_refused(path, tmp_path, at, value, message):
 
 
 def test_no_file(tmp_path):
-    with pytest.raises(bf.CheckpointError, match="No such file"):
+    with pytest.raises(bf.CheckpointError, match="no such file"):
         load(tmp_path / "none.gguf")
 
 
@@ -83,29 +84,29 @@ def test_paths_that_hold_no_model_are_named(tmp_path, capsys):
     save_file({"t": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
     (tmp_path / "pickle.bin").write_bytes(b"PK\x03\x04 and so on")
     (tmp_path / "empty").mkdir()
-    no_config = "no config.json beside it; takes a config.json whose model_type is one of ernie4_5, gemma,"
+    no_config = "no config.json. Supported are ernie4_5, gemma,"
     for path, got in (
         (tmp_path, no_config),
         (tmp_path / "model.safetensors", no_config),
-        (tmp_path / "empty", "no *.safetensors and no *.gguf in empty; takes a folder with one checkpoint"),
-        (tmp_path / "none", "what cannot be opened (No such file or directory); takes a file or a folder"),
+        (tmp_path / "empty", "no *.safetensors and no *.gguf"),
+        (tmp_path / "none", "hf download"),
         (tmp_path / "pickle.bin", "a zip archive, such as PyTorch's pickles"),
     ):
         for command in (["run", str(path), "-p", "a"], ["eval", str(path), "--text", __file__]):
             assert main(command) == 2
-            assert capsys.readouterr().err.startswith(f"billfish: [load] {path}: got {got}")
+            assert re.search(facts(f"billfish: load: |{path}|{got}"), capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
     ("small", "message"),
     [
-        (Small("mamba"), "general.architecture: got 'mamba'; takes ernie4_5, gemma, gemma2, "),
-        (Small(without=("blk.1.ffn_up.weight",)), "blk.1.ffn_up.weight: got no such tensor; takes a llama model"),
-        (Small(without=("output_norm.weight",)), "output_norm.weight: got no such tensor"),
-        (Small("qwen3", fields={"qwen3.expert_count": 8}), "expert_count: got 8; takes no mixture of experts in qwen3"),
-        (Small(fields={"llama.rope.scaling.type": "yarn"}), "rope.scaling.factor: got no such field"),
-        (Small(kv_heads=3), "head_count_kv: got 3; takes a divisor of 4"),
-        (Small(head_size=8, hidden=32), "key_length: got 8; takes a multiple of 16"),
+        (Small("mamba"), r"architecture 'mamba'.*llama, .*qwen3, "),
+        (Small(without=("blk.1.ffn_up.weight",)), r"no tensor blk.1.ffn_up.weight.*llama"),
+        (Small(without=("output_norm.weight",)), r"no tensor output_norm.weight"),
+        (Small("qwen3", fields={"qwen3.expert_count": 8}), r"expert_count.*8.*qwen3 has no experts"),
+        (Small(fields={"llama.rope.scaling.type": "yarn"}), r"no field .*rope.scaling.factor"),
+        (Small(kv_heads=3), r"head_count_kv.*3.*divisor of 4"),
+        (Small(head_size=8, hidden=32), r"key_length.*8.*multiple of 16"),
     ],
 )
 def test_models_that_cannot_run_say_why(tmp_path, small, message):
@@ -198,7 +199,7 @@ def test_top_p_of_a_flat_vocabulary_needs_more_than_the_first_thousand():
     ],
 )
 def test_settings_out_of_range(model, bad):
-    with pytest.raises(bf.DataError, match=rf"\[llm.generate\] {next(iter(bad))}: got"):
+    with pytest.raises(bf.DataError, match=rf"llm.generate: {next(iter(bad))} is"):
         model.generate("a", **bad)
 
 
@@ -211,7 +212,7 @@ def test_settings_reach_answers_of_one_and_of_many(model):
     assert text != "".join(model.generate(tokens, max_tokens=12, activations="exact"))
     assert model.generate_batch([tokens, [9]], **how)[0] == text
     for generate in (model.generate, lambda prompt, **more: model.generate_batch([prompt], **more)):
-        with pytest.raises(bf.ModelError, match="logit_bias: got token 999999; takes tokens from 0 to"):
+        with pytest.raises(bf.ModelError, match=r"logit_bias.*token 999999.*tokens from 0 to"):
             generate(tokens, logit_bias={999999: 1.0})
 
 
@@ -227,30 +228,29 @@ def test_prompts_as_text_messages_and_tokens(model):
         "".join(model.generate(prompt, max_tokens=5)) for prompt in ("ab", [{"role": "user", "content": "ab"}], tokens)
     ]
     assert answers[0] == answers[1] == answers[2]
-    with pytest.raises(bf.DataError, match="takes a text, messages or token ids"):
+    with pytest.raises(bf.DataError, match="a string, messages or token ids"):
         model.encode([1, "a"])
 
 
 def test_answers_end_with_length_context_or_the_models_own(model):
     assert list(model.generate("a", max_tokens=0)) == []
     short = model.generate([5, 6], max_tokens=3)
-    list(short)
-    assert (short.finished, len(short.tokens)) == ("length", 3)
+    assert (short.finish_reason, short.finished, len(short.tokens)) == ("length", "length", 3)
     full = model.generate([5] * 120, max_tokens=500, temperature=3.0, top_k=50)
-    list(full)
-    assert full.finished in ("context", "end")
-    if full.finished == "context":
+    assert (full.finish_reason, full.finished) in (("length", "context"), ("stop", "end"))
+    assert full.context_full == (full.finish_reason == "length")
+    if full.context_full:
         assert 120 + len(full.tokens) == model.config.context + 1
 
 
 def test_too_long_a_prompt_and_other_bad_ones(model):
-    with pytest.raises(bf.ModelError, match="prompt: got 129 tokens; takes at most 128, the model's context"):
+    with pytest.raises(bf.ModelError, match=r"129 tokens.*context is 128"):
         model.generate([5] * 129)
-    with pytest.raises(bf.ModelError, match="no tokens"):
+    with pytest.raises(bf.ModelError, match="prompt is empty"):
         model.generate([])
-    with pytest.raises(bf.ModelError, match="token 999; takes tokens from 0 to 260"):
+    with pytest.raises(bf.ModelError, match=r"token 999.*tokens from 0 to 260"):
         model.logits([1, 999])
-    with pytest.raises(bf.FormatError, match="activations: got 'q4'"):
+    with pytest.raises(bf.FormatError, match=r"activations.*'q4'"):
         model.generate("a", activations="q4")
     with pytest.raises(bf.DataError, match="max_tokens"):
         model.generate("a", max_tokens=-1)
@@ -289,12 +289,12 @@ def _probabilities(logits):
 
 
 def test_evaluation_of_what_cannot_be(model, tmp_path):
-    with pytest.raises(bf.DataError, match="window: got 129"):
+    with pytest.raises(bf.DataError, match=r"window.*129"):
         evaluate(model, [5] * 10, window=129)
-    with pytest.raises(bf.DataError, match="at least 2"):
+    with pytest.raises(bf.DataError, match="2 or more"):
         evaluate(model, [5])
     write_model(tmp_path / "gemma.gguf", Small("gemma"))
-    with pytest.raises(bf.ModelError, match="against: got a vocabulary of 266 tokens; takes the model's, of 261"):
+    with pytest.raises(bf.ModelError, match=r"against=.*266 tokens.*261"):
         evaluate(model, [5] * 10, against=load(tmp_path / "gemma.gguf"), window=10)
 
 
@@ -312,14 +312,14 @@ def test_eval_command(path, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["tokens"] == 47
     for odd in (tmp_path / "none", tmp_path):
         assert main(["eval", str(path), "--text", str(odd)]) == 2
-        assert "--text: got" in capsys.readouterr().err
+        assert "cannot read --text" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such device")
 def test_eval_reads_pipes_and_not_for_ever(path, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("billfish.core.files.MOST_TEXT", 1 << 20)
     assert main(["eval", str(path), "--text", "/dev/zero"]) == 2
-    assert "--text: got '/dev/zero' (more than 1 MB)" in capsys.readouterr().err
+    assert "cannot read --text '/dev/zero': more than 1 MB" in capsys.readouterr().err
     os.mkfifo(tmp_path / "pipe")
     writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=("ab ab ab",))
     writer.start()
@@ -327,35 +327,35 @@ def test_eval_reads_pipes_and_not_for_ever(path, tmp_path, capsys, monkeypatch):
     writer.join()
 
 
-def test_a_missing_package_is_no_missing_gpu(path, monkeypatch, capsys):
+def test_a_missing_package_is_no_missing_gpu(path, monkeypatch, caplog):
     """The weights were packed, then packed again for the CPU, and then it failed."""
     monkeypatch.setenv("BILLFISH_DEVICE", "auto")
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not there
     monkeypatch.setattr(CpuDecoder, "pack", lambda *_: pytest.fail("packed"))
     with pytest.raises(MissingPackage, match=r"tokenizers is not installed.*'\.\[llm\]'"):
         load(path)
-    assert "The CPU runs it" not in capsys.readouterr().err
+    assert "The CPU runs it" not in caplog.text
     monkeypatch.delitem(sys.modules, "tokenizers")
     monkeypatch.setattr(CpuDecoder, "pack", Mock(side_effect=MissingPackage("something else")))
     with pytest.raises(MissingPackage, match="something else"):
         load(path)
-    assert "The CPU runs it" not in capsys.readouterr().err
+    assert "The CPU runs it" not in caplog.text
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"cache_type": "int8"}, "cache_type: got 'int8'; takes 'float32' or 'float16'"),
+    ({"cache_type": "int8"}, "cache_type|'int8'|'float32' or 'float16'"),
     ({"method": "rtn"}, "method='rtn' has no effect without quantize"),
     ({"statistics": "stats.safetensors"}, "statistics has no effect without quantize"),
     ({"quantize": "q4_0", "convert": lambda name, tensor: tensor}, "quantize= or convert=, not both"),
 ])  # fmt: skip
 def test_options_of_load_are_checked_before_weights_are_packed(path, options, message, monkeypatch):
     monkeypatch.setattr(CpuDecoder, "pack", lambda *_: pytest.fail("packed"))
-    with pytest.raises(bf.DataError, match=re.escape(message)):
+    with pytest.raises(bf.DataError, match=facts(message)):
         load(path, device="cpu", **options)
 
 
 def test_a_model_without_anything_to_quantize_says_so(path):
-    with pytest.raises(bf.DataError, match="quantized already, to q8_0, so quantize='q4_0' has no effect"):
+    with pytest.raises(bf.DataError, match=r"already quantized \(q8_0\), so quantize='q4_0' has no effect"):
         load(path, device="cpu", quantize="q4_0")
 
 
@@ -377,7 +377,7 @@ WRONG = {
 @pytest.mark.parametrize("call", ["generate", "generate_batch"])
 def test_settings_of_the_wrong_type_are_named_with_the_call(model, call, name, value):
     prompt = "ab" if call == "generate" else ["ab"]
-    with pytest.raises(bf.DataError, match=rf"\[llm\.{call}\] {name}: got .*; takes") as caught:
+    with pytest.raises(bf.DataError, match=rf"llm\.{call}: .*{name}") as caught:
         getattr(model, call)(prompt, **{name: value})
     assert repr(value) in str(caught.value)
 
@@ -387,21 +387,21 @@ def test_settings_may_be_numbers_of_numpy(model):
     assert "".join(model.generate("ab", **how)) == model.generate_batch(["ab"], **how)[0]
 
 
-@pytest.mark.parametrize(("name", "hint"), [("max_new_tokens", "'max_tokens'"), ("topk", "'top_k'"), ("xyz", "seed")])
+@pytest.mark.parametrize(("name", "hint"), [("max_new_tokens", "max_tokens=N"), ("topk", "'top_k'"), ("xyz", "seed")])
 @pytest.mark.parametrize("call", ["generate", "generate_batch"])
 def test_a_setting_that_is_none_gets_a_hint(model, call, name, hint):
-    with pytest.raises(bf.DataError, match=rf"\[llm\.{call}\] {name}: got 5; .*{hint}"):
+    with pytest.raises(bf.DataError, match=rf"llm\.{call}.*{name!r}.*{hint}"):
         getattr(model, call)("ab" if call == "generate" else ["ab"], **{name: 5})
 
 
 @pytest.mark.parametrize("prompt", [None, 5, [None], [1.5]])
 def test_a_prompt_that_is_none(model, prompt):
-    with pytest.raises(bf.DataError, match=r"prompt: got .*; takes a text, messages or token ids"):
+    with pytest.raises(bf.DataError, match=r"prompt.*.*string, messages or token ids"):
         model.generate(prompt)
 
 
 def test_several_prompts_are_a_list(model):
-    with pytest.raises(bf.DataError, match=r"\[llm\.generate_batch\] prompts: got a text; takes a list"):
+    with pytest.raises(bf.DataError, match=r"llm\.generate_batch.*prompts.*str.*list"):
         model.generate_batch("ab")
 
 
@@ -423,17 +423,17 @@ def test_run_command_reads_standard_input(path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("run --threads 0", "[run] --threads: got 0; takes a number from 1 to 1024"),
-        ("run --threads -1", "[run] --threads: got -1; takes a number from 1 to 1024"),
-        ("run --threads 5000", "[run] --threads: got 5000; takes a number from 1 to 1024"),
-        ("eval --threads 5000", "[eval] --threads: got 5000; takes a number from 1 to 1024"),
-        ("run -n -1", "[llm.generate] max_tokens: got -1; takes a whole number from 0 on"),
-        ("run --temperature nan", "[llm.generate] temperature: got nan; takes a number from 0 on"),
-        ("run --activations q4", "[run] activations: got 'q4'; takes 'exact' or 'q8' or 'q16'"),
-        ("eval --tokens -5", "[eval] --tokens: got -5; takes a whole number from 2 on"),
-        ("eval --tokens 0", "[eval] --tokens: got 0; takes a whole number from 2 on"),
-        ("eval --window 1", "[eval] --window: got 1; takes a whole number from 2 on"),
-        ("eval --window 129", "[llm.evaluate] window: got 129; takes from 2 to 128, the model's context"),
+        ("run --threads 0", r"run: --threads.*0.*number from 1 to 1024"),
+        ("run --threads -1", r"run: --threads.*-1.*number from 1 to 1024"),
+        ("run --threads 5000", r"run: --threads.*5000.*number from 1 to 1024"),
+        ("eval --threads 5000", r"eval: --threads.*5000.*number from 1 to 1024"),
+        ("run -n -1", r"llm.generate: max_tokens.*-1.*0 or more"),
+        ("run --temperature nan", r"llm.generate: temperature.*nan.*0 or more"),
+        ("run --activations q4", r"run: activations.*'q4'.*'exact' or 'q8' or 'q16'"),
+        ("eval --tokens -5", r"eval: --tokens.*-5.*whole number from 2 on"),
+        ("eval --tokens 0", r"eval: --tokens.*0.*whole number from 2 on"),
+        ("eval --window 1", r"eval: --window.*1.*whole number from 2 on"),
+        ("eval --window 129", r"llm.evaluate: window.*129.*2 to 128"),
     ],
 )
 def test_numbers_that_make_no_sense(path, tmp_path, capsys, words, message):
@@ -443,7 +443,7 @@ def test_numbers_that_make_no_sense(path, tmp_path, capsys, words, message):
     about = {"run": [str(path), "-p", "a"], "eval": [str(path), "--text", str(text)]}[command]
     before = _cpu.threads()
     assert main([command, *about, *options]) == 2
-    assert capsys.readouterr().err == f"billfish: {message}\n"
+    assert re.fullmatch(rf"billfish: {message}.*\n", capsys.readouterr().err)
     assert _cpu.threads() == before
 
 
@@ -469,7 +469,7 @@ def test_chat_keeps_its_history_and_survives_ctrl_c(model, monkeypatch, capsys):
     chat.talk()
     captured = capsys.readouterr()
     assert captured.err.count("answer 3 tokens") == 2
-    assert "takes at most 128, the model's context. The conversation starts anew." in captured.err
+    assert "context is 128. The conversation starts anew." in captured.err
     assert [m["role"] for m in chat._messages] == ["system"]
 
 

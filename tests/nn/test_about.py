@@ -29,7 +29,7 @@ from billfish.nn.transformers import BillfishConfig
 BOTH = pytest.mark.parametrize("framework", [TORCH, MLX], ids=lambda f: f.name)
 
 
-REFUSED = r"about: got weights in u4b8, group_size=32; takes fp4, group_size=32"
+REFUSED = r"about.*u4b8, group_size=32.*fp4, group_size=32"
 
 
 def make(framework: Framework, format: str, seed: int = 0, **settings: Any) -> Any:
@@ -73,7 +73,7 @@ def test_another_format_is_refused_and_changes_nothing(framework, writer, ours, 
     x = framework.array(gaussian((3, 64), 9))
     y, before = framework.numpy(layer(x)), bits(framework, layer)
     save(writer, wrong, path)
-    with pytest.raises(Exception, match=f"got weights in {theirs}, .*takes {ours}, ") as caught:
+    with pytest.raises(Exception, match=rf"{theirs}, .*{ours}, ") as caught:
         load(framework, module, path, strict)
     assert isinstance(caught.value, RuntimeError if framework is TORCH else bf.FormatError)
     assert bits(framework, layer) == before
@@ -94,7 +94,7 @@ def test_another_group_size_is_refused(framework, tmp_path):
         for g in (64, 128)
     )
     save(framework, wrong, path)
-    with pytest.raises(Exception, match=r"got weights in u4b8, group_size=128; takes u4b8, group_size=64"):
+    with pytest.raises(Exception, match=r"u4b8, group_size=128.*u4b8, group_size=64"):
         load(framework, layer, path)
 
 
@@ -117,7 +117,7 @@ def test_bytes_that_say_no_format_are_refused(framework, damaged):
     layer = make(framework, "fp4")
     about = framework.arrays.from_numpy(np.frombuffer(damaged, np.uint8).copy())
     state = {**framework.parameters(layer), ABOUT: about}
-    message = r'about: got uint8 .* without a format; takes JSON in uint8, such as {"format'
+    message = r'about.*uint8 .*JSON in uint8, such as {"format'
     with pytest.raises((RuntimeError, bf.FormatError), match=message):
         layer.load_state_dict(state) if framework is TORCH else layer.load_weights(list(state.items()), strict=False)
 
@@ -151,7 +151,7 @@ def test_a_state_dict_is_a_checkpoint(framework, writer, tmp_path):
 def test_a_damaged_about_in_a_file_is_an_error(tmp_path):
     state = {**make(TORCH, "fp4").state_dict(), ABOUT: torch.zeros(64, dtype=torch.uint8)}
     safetensors.torch.save_file(state, tmp_path / "state.safetensors")
-    with pytest.raises(bf.CheckpointError, match=r"about: .*without a format"):
+    with pytest.raises(bf.CheckpointError, match=r"about.*JSON"):
         bf.load(tmp_path / "state.safetensors")
 
 
@@ -247,7 +247,7 @@ def test_accelerate_loads_into_empty_layers(tmp_path):
             loaded = accelerate.load_checkpoint_and_dispatch(empty, tmp_path, device_map={"": "cpu"}, strict=True)
             assert torch.equal(loaded(torch.ones(1, 64)), model(torch.ones(1, 64)))
         else:
-            with pytest.raises(bf.FormatError, match="got weights in fp4, group_size=32; takes u4b8"):
+            with pytest.raises(bf.FormatError, match=r"fp4, group_size=32.*u4b8"):
                 accelerate.load_checkpoint_and_dispatch(empty, tmp_path, device_map={"": "cpu"}, strict=True)
 
 

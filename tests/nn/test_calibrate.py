@@ -80,13 +80,13 @@ def test_quantized_layers_are_seen():
 
 
 def test_what_cannot_be_calibrated_is_refused_by_name():
-    with pytest.raises(bf.DTypeError, match=r"\[calibrate\] model: got a list; takes a torch\.nn\.Module"):
+    with pytest.raises(bf.DTypeError, match=r"calibrate.*model.*list.*torch\.nn\.Module"):
         bf.calibrate([], [])
-    with pytest.raises(bf.DataError, match=r"b\.weight: got no input in any batch"):
+    with pytest.raises(bf.DataError, match=r"no batch.*b\.weight"):
         bf.calibrate(Twice(reaches_all=False), [torch.randn(2, 8)], progress=False)
     with pytest.raises(bf.DataError, match="a model with Linear layers"):
         bf.calibrate(torch.nn.Sequential(torch.nn.ReLU()), [torch.randn(2, 8)], progress=False)
-    with pytest.raises(bf.DataError, match=r"a\.weight: got sums of squares"):
+    with pytest.raises(bf.DataError, match=r"a\.weight.*sums of squares"):
         bf.calibrate(Twice(), [torch.full((2, 8), torch.inf)], progress=False)
 
 

@@ -67,7 +67,7 @@ def test_torch_vmap():
     y = torch.func.vmap(lambda column: layer(column.T), in_dims=0)(x)
     assert torch.equal(y, layer(x.transpose(1, 2)))
     tensors, form = layer._weights.tensors, layer._weights.form
-    with pytest.raises(bf.DTypeError, match="a batch of x, and of nothing else"):
+    with pytest.raises(bf.DTypeError, match="a batch dimension of x alone"):
         torch.func.vmap(lambda bias: torch.ops.billfish.linear(x[0].T, tensors, bias, "q4_0", 32, 16, "exact", form))(
             torch.zeros(2, 16)
         )
@@ -148,7 +148,7 @@ def test_torch_autocast_is_followed_as_linear_does(dtype, wanted):
                 assert torch.equal(module(x), y)
             with torch.autocast("cpu", enabled=False):
                 assert module(x).dtype == dtype
-            with pytest.raises(bf.DTypeError, match="x: got dtype float64"):
+            with pytest.raises(bf.DTypeError, match=r"x.*float64"):
                 layer(x.double())
         assert torch.equal(y, layer(x.to(wanted)))
         y.float().sum().backward()
@@ -250,7 +250,7 @@ def test_mlx_compiles_what_metal_computes_lazily(monkeypatch):
 def test_mlx_set_dtype_does_not_change_weights():
     layer = bf.MarlinLinear.from_linear(MLX.make_linear(16, 64), "fp4")
     layer.set_dtype(mx.float16)  # scales are float16 already
-    with pytest.raises(bf.DTypeError, match=r"scales: got dtype mlx\.core\.bfloat16; takes mlx\.core\.float16"):
+    with pytest.raises(bf.DTypeError, match=r"scales.*mlx\.core\.bfloat16.*mlx\.core\.float16"):
         layer.set_dtype(mx.bfloat16)
 
 

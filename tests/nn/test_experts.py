@@ -46,7 +46,7 @@ def layer(biases: bool = True, format: str = "q4_0", activation: Any = "silu") -
     shapes = {"gate_proj": (5, 96, 64), "up_proj": (5, 96, 64), "down_proj": (5, 64, 96)}
     stacks = [bf.quantize(gaussian(shape, i), format) for i, shape in enumerate(shapes.values())]
     given = {name: torch.from_numpy(gaussian(shape[:2], 7)) for name, shape in shapes.items()} if biases else {}
-    return MarlinExperts.from_quantized(*stacks, given, activation=activation)
+    return MarlinExperts.from_quantized(*stacks, given, hidden_act=activation)
 
 
 def routing(tokens: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -172,9 +172,7 @@ def test_load_into_wants_the_biases_of_experts(tmp_path):
     save_file(tensors, file)
     model = random_model("gpt_oss")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(
-        bf.CheckpointError, match=r"got no 'model.layers.*down_proj.bias'.*or strict=False, which keeps"
-    ):
+    with pytest.raises(bf.CheckpointError, match=r"without 'model.layers.*down_proj.bias'.*strict=False"):
         bf.load_into(model, few, progress=False)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     bf.load_into(model, few, strict=False, progress=False)
@@ -339,7 +337,7 @@ def test_writes_to_copies_change_nothing_and_set_storage_does():
 
 def test_states_that_do_not_fit_are_refused():
     block, other = layer(), layer(format="q8_0")
-    with pytest.raises(RuntimeError, match="about: got weights in q8_0"):
+    with pytest.raises(RuntimeError, match=r"about.*q8_0"):
         block.load_state_dict(other.state_dict())
     assert block.down_proj.format == "q4_0"
 

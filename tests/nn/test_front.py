@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import subprocess
 import sys
 
@@ -52,18 +53,18 @@ def test_the_only_framework_that_is_installed_is_meant(name):
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == f"billfish.nn.{name}.linear"
 
 
-def test_complaints_about_frameworks():
-    both = r"framework: got torch and mlx, all imported; takes framework='torch' or framework='mlx'"
+def test_errors_about_frameworks():
+    both = r"torch and mlx are imported.*framework='torch' or framework='mlx'"
     with pytest.raises(bf.BackendUnavailable, match=both):
         bf.MarlinLinear(256, 128, format="fp4")
-    with pytest.raises(bf.FormatError, match="framework: got 'jax'; takes framework='torch' or framework='mlx'"):
+    with pytest.raises(bf.FormatError, match=r"framework.*'jax'.*framework='torch' or framework='mlx'"):
         bf.MarlinLinear(256, 128, framework="jax")
-    with pytest.raises(bf.FormatError, match=r"framework: got 'mlx'; takes 'torch'; billfish\.MarlinLinear takes both"):
+    with pytest.raises(bf.FormatError, match=r"framework.*'mlx'.*'torch'.*billfish\.MarlinLinear"):
         billfish.nn.torch.linear.MarlinLinear(256, 128, framework="mlx")
     program = "import sys; sys.modules['mlx'] = None; import billfish as bf; bf.MarlinLinear(256, 128, framework='mlx')"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "BackendUnavailable: [MarlinLinear]" in run.stderr
-    assert "framework='mlx' needs it" in run.stderr
+    assert "BackendUnavailable: MarlinLinear: " in run.stderr
+    assert "framework='mlx' is not installed" in run.stderr
 
 
 # ---- arrays of every library -----------------------------------------------------------------------------------------
@@ -125,20 +126,20 @@ def test_types_of_torch_and_mlx_in_unpack():
     assert torch.equal(w, bf.unpack_fp4_weights(packed, scales, dtype="bfloat16"))
 
 
-def test_complaints_about_kinds():
+def test_errors_about_kinds():
     q = bf.quantize(gaussian((16, 64)), "q4_0")
-    with pytest.raises(bf.DTypeError, match=r"like: got 'jax'; takes 'numpy', 'torch', 'mlx', or an array"):
+    with pytest.raises(bf.DTypeError, match=r"like.*'jax'.*'numpy', 'torch', 'mlx', or an array"):
         bf.dequantize(q, like="jax")
-    with pytest.raises(bf.DTypeError, match="like: got a list"):
+    with pytest.raises(bf.DTypeError, match=r"like.*list"):
         bf.dequantize(q, like=[])
-    with pytest.raises(bf.DTypeError, match="like: got a value; takes none beside `out`"):
+    with pytest.raises(bf.DTypeError, match=r"like= and out="):
         bf.dequantize(q, like="torch", out=torch.zeros(16, 64))
     for wrong in (torch.int8, mx.int32, np.int8, "float64", torch.float64):
-        with pytest.raises(bf.DTypeError, match=r"dtype: got .*; takes float32, float16 or bfloat16"):
+        with pytest.raises(bf.DTypeError, match=r"dtype.*float32, float16 or bfloat16"):
             bf.dequantize(q, wrong)
     program = (
         "import sys; sys.modules['torch'] = None; import numpy as np, billfish as bf\n"
         "bf.dequantize(bf.quantize(np.zeros((2, 32), np.float32), 'q4_0'), like='torch')"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "BackendUnavailable: [dequantize] like: got 'torch', which cannot be imported" in run.stderr
+    assert re.search(r"BackendUnavailable: dequantize.*like.*'torch', which cannot be imported", run.stderr)

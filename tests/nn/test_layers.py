@@ -191,7 +191,7 @@ def test_a_tensor_brings_its_own_order(framework):
     assert_same_bits(framework.numpy(layer(framework.array(x))), bf.quantized_linear(x, tensor))
     assert_same_bits(framework.numpy(layer.to_linear().weight), bf.dequantize(tensor))
     assert_same_bits(bf.dequantize(layer.quantized()), bf.dequantize(tensor))
-    with pytest.raises(bf.FormatError, match="permutation: got a value; takes none beside a tensor that has its own"):
+    with pytest.raises(bf.FormatError, match=r"tensor has its own permutation"):
         framework.ours.MarlinLinear.from_quantized(tensor, permutation=order)
 
 
@@ -204,7 +204,7 @@ def test_an_order_that_is_none_is_refused(framework, wrong):
     x = framework.array(gaussian((3, 64)))
     layer(x)
     order[9] = wrong
-    refusal = r"permutation: got int32 .*not each index once; takes each of 0\.\.63"
+    refusal = r"permutation.*int32 .*repeated.*each of 0 to 63"
     if framework is MLX:
         with pytest.raises(bf.ShapeError, match=refusal):
             layer.load_weights([("permutation", mx.array(order))], strict=False)
@@ -288,27 +288,27 @@ def test_scales_of_a_wider_type_survive_the_state_dict(framework):
 
 
 @BOTH
-def test_complaints(framework):
+def test_wrong_arguments(framework):
     ours, linear = framework.ours.MarlinLinear, framework.make_linear(16, 64)
     tensor = bf.quantize(gaussian((16, 64)), "q4_0")
-    with pytest.raises(bf.FormatError, match="activations: got 'int8'; takes 'exact' or 'q8' or 'q16'"):
+    with pytest.raises(bf.FormatError, match=r"activations.*'int8'.*'exact' or 'q8' or 'q16'"):
         ours.from_linear(linear, activations="int8")
-    with pytest.raises(bf.FormatError, match="group_size: got 7"):
+    with pytest.raises(bf.FormatError, match=r"group_size.*7"):
         ours.from_linear(linear, group_size=7)
-    with pytest.raises(bf.DTypeError, match=r"linear: got a \w+; takes an? (torch|mlx).nn.Linear"):
+    with pytest.raises(bf.DTypeError, match=r"linear.*\w+.*an? (torch|mlx).nn.Linear"):
         ours.from_linear(tensor)
-    with pytest.raises(bf.DTypeError, match="tensor: got a ndarray; takes a QuantizedTensor"):
+    with pytest.raises(bf.DTypeError, match=r"tensor.*ndarray.*QuantizedTensor"):
         ours.from_quantized(np.zeros((4, 4)))
-    with pytest.raises(bf.ShapeError, match=r"bias: got shape \(15,\); takes \(16,\)"):
+    with pytest.raises(bf.ShapeError, match=r"bias.*\(15,\).*\(16,\)"):
         ours.from_quantized(tensor, framework.array(gaussian((15,))))
-    with pytest.raises(bf.ShapeError, match=r"permutation: got int64 of shape .*not each index once"):
+    with pytest.raises(bf.ShapeError, match=r"permutation.*int64 of shape .*repeated"):
         ours.from_quantized(tensor, permutation=np.zeros(64, np.int64))
-    with pytest.raises(bf.ShapeError, match=r"x: got shape \(3, 63\)"):
+    with pytest.raises(bf.ShapeError, match=r"x.*\(3, 63\)"):
         ours.from_quantized(tensor)(framework.array(gaussian((3, 63))))
-    with pytest.raises(bf.ShapeError, match="K: got 60"):
+    with pytest.raises(bf.ShapeError, match=r"K.*60"):
         ours(60, 16, format="q4_0")
 
 
 def test_other_modules_are_refused():
-    with pytest.raises(bf.DTypeError, match=r"module: got a list; takes a torch\.nn\.Module or an mlx\.nn\.Module"):
+    with pytest.raises(bf.DTypeError, match=r"module.*list.*torch\.nn\.Module or an mlx\.nn\.Module"):
         bf.MarlinLinear.from_linear([])

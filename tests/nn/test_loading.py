@@ -92,17 +92,17 @@ def test_torch_models_and_what_stays_numbers(tmp_path):
 def test_names_that_do_not_fit_are_an_error_and_change_nothing(tmp_path):
     path, _ = write_block(tmp_path, extra=gaussian((3,)))
     model = Block()
-    with pytest.raises(bf.CheckpointError, match="1 tensors that the model has no place for, such as 'extra'"):
+    with pytest.raises(bf.CheckpointError, match=r"1 tensors.*'extra'.*strict=False"):
         bf.load_into(model, path)
     assert type(model.up) is torch.nn.Linear
     assert [layer.path for layer in bf.load_into(model, path, strict=False).replaced] == ["up"]
     (tmp_path / "b").mkdir()
     path, _ = write_block(tmp_path / "b", **{"norm.bias": None, "down.weight": None})
-    with pytest.raises(bf.CheckpointError, match=r"source: got no 'down\.weight', nor 1 others"):
+    with pytest.raises(bf.CheckpointError, match=r"'down\.weight' and 1 others"):
         bf.load_into(Block(), path)
     (tmp_path / "c").mkdir()
     path, _ = write_block(tmp_path / "c", **{"norm.bias": gaussian((1,))})
-    with pytest.raises(bf.CheckpointError, match=r"norm\.bias: got shape \(1,\); takes \(96,\)"):
+    with pytest.raises(bf.CheckpointError, match=r"norm\.bias.*\(1,\).*\(96,\)"):
         bf.load_into(Block(), path)
 
 
@@ -119,7 +119,7 @@ def test_a_bias_that_the_checkpoint_lacks(framework, tmp_path):
 
     model = Model()
     weight = framework.numpy(model.down.weight)
-    with pytest.raises(bf.CheckpointError, match=r"source: got no 'up\.bias'; takes 'up\.bias' beside 'up\.weight'"):
+    with pytest.raises(bf.CheckpointError, match=r"'up\.weight' without 'up\.bias'.*strict=False"):
         bf.load_into(model, path)
     assert type(model.up) is framework.linear
     assert_same_bits(framework.numpy(model.down.weight), weight)
@@ -134,7 +134,7 @@ def test_shapes_are_checked_before_anything_changes(tmp_path):
     path, _ = write_block(tmp_path, **{"down.weight": gaussian((64, 95))})
     model = Block()
     bits = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(bf.CheckpointError, match=r"down\.weight: got shape \(64, 95\); takes \(64, 96\)"):
+    with pytest.raises(bf.CheckpointError, match=r"down\.weight.*\(64, 95\).*\(64, 96\)"):
         bf.load_into(model, path)
     assert type(model.up) is torch.nn.Linear
     assert all(torch.equal(tensor, bits[name]) for name, tensor in model.state_dict().items())
@@ -169,5 +169,5 @@ def test_other_architectures_are_refused_by_name(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(bf.CheckpointError, match="got architecture 'mamba'; takes llama, qwen2, qwen2moe, qwen3, "):
+    with pytest.raises(bf.CheckpointError, match=r"architecture 'mamba'.*llama, qwen2, qwen2moe, qwen3, "):
         bf.load_into(mlx.nn.Linear(2, 2), path)

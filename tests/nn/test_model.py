@@ -111,7 +111,7 @@ def test_what_a_format_cannot_store_is_left(make):
     model = make()
     report = bf.quantize_model(model, "q4_k")
     assert report.replaced == []
-    assert report.left["head"] == "[quantize_model] K: got 64; takes a positive multiple of 256 for q4_k"
+    assert report.left["head"] == "quantize_model: K is 64; expected a positive multiple of 256 for q4_k."
     assert type(model.head).__name__ == "Linear"
 
 
@@ -180,7 +180,7 @@ def test_weights_that_cannot_be_quantized_leave_the_model_as_it_was(make):
     model.head.weight = (
         model.head.weight * float("nan") if make is MlxModel else torch.nn.Parameter(model.head.weight * float("nan"))
     )
-    with pytest.raises(bf.DataError, match="w: got nan at row 0, k 0"):
+    with pytest.raises(bf.DataError, match=r"w.*nan at row 0, k 0"):
         bf.quantize_model(model, "q4_0")
     assert type(model.blocks[0].up).__name__ == "Linear"
 
@@ -244,8 +244,8 @@ def test_training_mode_and_device_are_kept():
 
 
 def test_other_objects_are_refused():
-    with pytest.raises(bf.DTypeError, match="module: got a dict"):
+    with pytest.raises(bf.DTypeError, match=r"module.*dict"):
         bf.quantize_model({})
     for layer in (torch.nn.Linear(64, 8), mlx.nn.Linear(64, 8)):
-        with pytest.raises(bf.DTypeError, match="model: got a Linear; takes a model that has Linear layers"):
+        with pytest.raises(bf.DTypeError, match=r"model.*Linear.*model with Linear layers"):
             bf.quantize_model(layer)

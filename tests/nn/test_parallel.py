@@ -34,7 +34,7 @@ def test_cut():
     assert cut(11008, 128, 4, "x") == [(0, 2688), (2688, 5504), (5504, 8192), (8192, 11008)]
     assert cut(192, 64, 2, "x") == [(0, 64), (64, 192)]
     assert cut(100, 32, 2, "x") == [(0, 64), (64, 100)]  # a partial last group
-    with pytest.raises(bf.ShapeError, match="processes: got 4; takes at most 3, as x can be cut into 3 parts of 64"):
+    with pytest.raises(bf.ShapeError, match=r"processes.*4.*at most 3.*x.*3 parts of 64"):
         cut(192, 64, 4, "x")
 
 
@@ -84,15 +84,15 @@ def test_an_order_that_x_has_no_features_for_is_refused():
     expected = bf.quantized_linear(x[:, torch.from_numpy(order.copy())], tensor)
     assert torch.equal(layer._product(x), expected)
     assert layer.quantized().permutation is None
-    with pytest.raises(bf.ShapeError, match=r"permutation: .*, up to 62; takes 32 different ones of 0\.\.53"):
+    with pytest.raises(bf.ShapeError, match=r"permutation.*, up to 62.*32 different indices of 0 to 53"):
         place(layer, Share("row", (0, 32), (30, 24)), None)
-    with pytest.raises(bf.ShapeError, match=r"permutation: .* takes 32 different ones of"):
+    with pytest.raises(bf.ShapeError, match=r"permutation.*32 different indices of"):
         RowParallelLinear.from_quantized(tensor, permutation=np.zeros(32, np.int64))
 
 
 def test_more_processes_than_heads(tmp_path):
     write_folder(tmp_path, "gptq")
-    with pytest.raises(bf.ShapeError, match=r"takes at most 4, as the key/value heads of model\.layers\.0"):
+    with pytest.raises(bf.ShapeError, match=r"at most 4.*the key/value heads of model\.layers\.0"):
         llama_plan(bf.load(tmp_path), 4, 8, 0)
 
 

@@ -216,11 +216,11 @@ def test_the_trainer_of_transformers(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"use_dora": True}, "use_dora: got a value; takes plain LoRA on quantized layers"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights: got 'pissa'; takes True, False or 'gaussian'"),
+        ({"use_dora": True}, r"use_dora.*quantized layers.*LoRA"),
+        ({"init_lora_weights": "pissa"}, r"init_lora_weights.*'pissa'.*True, False or 'gaussian'"),
     ],
 )
-def test_complaints(settings, message):
+def test_wrong_arguments(settings, message):
     model = torch.nn.Sequential(bf.MarlinLinear.from_linear(torch.nn.Linear(64, 8), "q4_0"))
     with pytest.raises(bf.FormatError, match=message):
         get_peft_model(model, LoraConfig(target_modules=["0"], **settings))

@@ -169,7 +169,8 @@ def test_settings_of_single_layers(tmp_path):
     left = model.hf_quantizer.left
     assert left["model.layers.1.self_attn.k_proj"] == "modules_to_not_convert"
     assert (
-        left["model.layers.1.mlp.down_proj"] == "[BillfishConfig] K: got 384; takes a positive multiple of 256 for q4_k"
+        left["model.layers.1.mlp.down_proj"]
+        == "BillfishConfig: K is 384; expected a positive multiple of 256 for q4_k."
     )
     model.save_pretrained(tmp_path / "out")
     saved = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -282,7 +283,7 @@ def test_gguf_with_heads_of_another_size(architecture, head_size, tmp_path):
 
 def test_gguf_with_values_of_another_size(tmp_path):
     write_gguf(tmp_path / "model.gguf", "q4_0", "qwen3", value_length=64)
-    with pytest.raises(bf.CheckpointError, match=r"qwen3\.attention\.value_length: got values of 64; takes 128"):
+    with pytest.raises(bf.CheckpointError, match=r"qwen3\.attention\.value_length.*64.*128"):
         load_model(tmp_path / "model.gguf")
 
 
@@ -292,7 +293,7 @@ def test_quantized_embeddings_are_for_load_model(tmp_path):
     command = ["quantize", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "q8_0", "--keep", "embed=q4_0"]
     assert main(command) == 0
     assert bf.load(tmp_path / "out").describe("model.embed_tokens.weight").format.name == "q4_0"
-    with pytest.raises(bf.CheckpointError, match=r"embed_tokens\.weight: got a q4_0 matrix that belongs to no Linear"):
+    with pytest.raises(bf.CheckpointError, match=r"embed_tokens\.weight.*q4_0.*no Linear"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     embedding = load_model(tmp_path / "out").model.embed_tokens.weight.detach().numpy()
     expected = bf.dequantize(bf.quantize(truth["model.embed_tokens.weight"], "q4_0", method="mse"))
@@ -323,7 +324,7 @@ def test_quantized_experts_are_for_load_model(kind, tmp_path):
     config, first = MIXTURES[kind]
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "in")
     assert main(["quantize", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "q8_0"]) == 0
-    message = rf"layers\.0\.{re.escape(first)}\.weight: got a q8_0 matrix that belongs to no Linear, as do 11 others"
+    message = rf"layers\.0\.{re.escape(first)}\.weight and 11 others.*q8_0.*no Linear"
     with pytest.raises(bf.CheckpointError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "in"))
@@ -336,7 +337,7 @@ def test_conv1d_is_for_load_model(tmp_path):
     config = GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4, n_positions=64)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "in")
     assert main(["quantize", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "q8_0"]) == 0
-    with pytest.raises(bf.CheckpointError, match=r"c_\w+\.weight: got a q8_0 matrix that belongs to no Linear, as do"):
+    with pytest.raises(bf.CheckpointError, match=r"c_\w+\.weight.*q8_0.*no Linear"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
@@ -360,8 +361,8 @@ def test_a_head_that_a_model_does_not_have_is_no_error(tmp_path):
 )
 def test_names_that_no_layer_has_are_an_error(settings, argument, name, tmp_path):
     write_folder(tmp_path, "plain")
-    some = r"takes names such as 'model\.layers\.0\.self_attn\.q_proj', "
-    with pytest.raises(bf.FormatError, match=rf"{argument}: got '{re.escape(name)}', which no layer is called; {some}"):
+    some = r"names such as 'model\.layers\.0\.self_attn\.q_proj', "
+    with pytest.raises(bf.FormatError, match=rf"{argument}.*'{re.escape(name)}', which matches no layer.*{some}"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BillfishConfig("fp4", **settings))
 
 
@@ -379,7 +380,7 @@ def test_scaled_rotary_positions_of_gguf(tmp_path):
     model.save_pretrained(tmp_path / "out")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
     write_gguf(tmp_path / "other.gguf", rope=np.linspace(1, 8, 8, dtype=np.float32))
-    with pytest.raises(bf.CheckpointError, match=r"rope_freqs\.weight: got divisors of another rule"):
+    with pytest.raises(bf.CheckpointError, match=r"rope_freqs\.weight.*Llama 3"):
         load_model(tmp_path / "other.gguf")
 
 
@@ -405,19 +406,19 @@ def test_a_real_sentence_model():
         torch.testing.assert_close(quantized, embedding(model), rtol=0, atol=2e-6)
 
 
-# ---- complaints -----------------------------------------------------------------------------------------------------
+# ---- errors ---------------------------------------------------------------------------------------------------------
 
 
-def test_complaints(tmp_path):
-    with pytest.raises(bf.FormatError, match="format: got 'fp5'"):
+def test_wrong_arguments(tmp_path):
+    with pytest.raises(bf.FormatError, match=r"format.*'fp5'"):
         BillfishConfig("fp5")
-    with pytest.raises(bf.FormatError, match="group_size: got 7"):
+    with pytest.raises(bf.FormatError, match=r"group_size.*7"):
         BillfishConfig("fp4", 7)
-    with pytest.raises(bf.FormatError, match="method: got 'best'"):
+    with pytest.raises(bf.FormatError, match=r"method.*'best'"):
         BillfishConfig("fp4", method="best")
-    with pytest.raises(bf.FormatError, match="zero_point: got 'float'"):
+    with pytest.raises(bf.FormatError, match=r"zero_point.*'float'"):
         BillfishConfig("u4", options={"zero_point": "float"})
-    with pytest.raises(bf.FormatError, match="activations: got 'int8'"):
+    with pytest.raises(bf.FormatError, match=r"activations.*'int8'"):
         BillfishConfig("u4", activations="int8")
     with pytest.raises(bf.CheckpointError):
         load_model(tmp_path)

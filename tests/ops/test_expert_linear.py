@@ -212,7 +212,7 @@ def test_plain_stacks(dtype, rng):
     assert packed.shape == (3, 40, 96)
     expected = np.einsum("tnk,tk->tn", w.astype(np.float64)[ids.ravel()], np.repeat(x.astype(np.float64), 2, axis=0))
     assert error(bf.expert_linear(x, packed, ids), expected.reshape(10, 2, 40)) < 2e-6
-    with pytest.raises(bf.DTypeError, match=r"stack: got int32 of shape \(3, 40, 96\); takes \[E, N, K\] of float32"):
+    with pytest.raises(bf.DTypeError, match=r"stack.*int32 of shape \(3, 40, 96\).*\[E, N, K\] of float32"):
         cpu_backend().pack_experts(w.astype(np.int32))
 
 
@@ -224,7 +224,7 @@ def test_prepacked_stacks(rng):
     for packed in (bf.prepack(gate_up), pickle.loads(pickle.dumps(bf.prepack(gate_up)))):
         assert repr(packed).startswith("PackedExperts(nvfp4, [5, 128, 96], ")
         assert_same_bits(bf.experts(x, packed, down, ids, weights), expected)
-        with pytest.raises(bf.BackendUnavailable, match="backend: got 'reference'; takes 'cpu'"):
+        with pytest.raises(bf.BackendUnavailable, match=r"backend.*'reference'.*'cpu'"):
             bf.expert_linear(x, packed, ids, backend="reference")
 
 
@@ -232,15 +232,15 @@ def test_packed_stacks_that_kernels_would_read_beyond_are_refused(rng):
     packed = bf.prepack(oracle.random_stack(rng, 3, 16, 64, "nvfp4"))
     assert packed.factors is not None
     for data in (packed.data[:-1], packed.data.view(np.int8), np.repeat(packed.data, 2)[::2]):
-        with pytest.raises(bf.ShapeError, match=r"data: got u?int8 of shape .*takes 3 times the bytes that packing"):
+        with pytest.raises(bf.ShapeError, match=r"data.*u?int8 of shape .*3 times the packed bytes"):
             dataclasses.replace(packed, data=data)
     for factors in (packed.factors[:2], packed.factors.astype(np.float64), np.repeat(packed.factors, 2)[::2]):
-        with pytest.raises(bf.ShapeError, match=r"factors: got float.*takes float32 of shape \(3,\)"):
+        with pytest.raises(bf.ShapeError, match=r"factors.*float.*float32 of shape \(3,\)"):
             dataclasses.replace(packed, factors=factors)
     for shape in ((16, 64), (0, 16, 64), (3, 16, -64)):
-        with pytest.raises(bf.ShapeError, match="shape: got"):
+        with pytest.raises(bf.ShapeError, match="shape is"):
             dataclasses.replace(packed, shape=shape)
-    with pytest.raises(bf.DTypeError, match="kind: got 'nvfp4' without axes; takes float32"):
+    with pytest.raises(bf.DTypeError, match=r"kind.*'nvfp4' without axes.*float32"):
         dataclasses.replace(packed, axes=None)
 
 
@@ -251,7 +251,7 @@ def test_stacks_that_were_packed_for_two_levels_are_refused(rng):
     x = rng.standard_normal((6, 96)).astype(np.float32)
     first, last = _cpu.levels()[0], _cpu.levels()[-1]
     other = last if cpu_backend().level == first else first
-    message = f"gate_up: got weights packed for {other}; takes {cpu_backend().level}, for which those of down are"
+    message = f"gate_up is packed for {other}, and down for {cpu_backend().level}"
     with pytest.raises(bf.BackendUnavailable, match=message):
         bf.experts(x, pack_experts(other, gate_up), down, ids, weights)
     both = pack_experts(other, gate_up), pack_experts(other, down)
@@ -353,53 +353,56 @@ def test_bad_routing_is_named(backend, rng):
     for wrong in (-1, E):
         bad = ids.copy()
         bad[2, 1] = wrong
-        with pytest.raises(bf.DataError, match=rf"\[experts\] ids: got expert {wrong} at row 2, place 1; takes 0 .. 4"):
+        with pytest.raises(bf.DataError, match=rf"experts.*ids\[2, 1\].*{wrong}.*0 to 4"):
             call(bad)
-        with pytest.raises(bf.DataError, match=rf"\[expert_linear\] ids: got expert {wrong} at row 2"):
+        with pytest.raises(bf.DataError, match=rf"expert_linear.*ids\[2, 1\].*{wrong}"):
             bf.expert_linear(x, gate_up, bad, backend=backend)
     for wrong in (np.nan, np.inf):
         bad = weights.copy()
         bad[3, 0] = wrong
-        with pytest.raises(bf.DataError, match=rf"weights: got {wrong} at row 3, place 0; takes finite"):
+        with pytest.raises(bf.DataError, match=rf"weights\[3, 0\].*{wrong}.*finite"):
             call(weights=bad)
-    with pytest.raises(bf.ShapeError, match=r"ids: got shape \(4, 0\), k=0; takes one expert or more"):
+    with pytest.raises(bf.ShapeError, match=r"ids.*\(4, 0\).*k > 0"):
         call(ids[:, :0], weights[:, :0])
-    with pytest.raises(bf.ShapeError, match=r"ids: got shape \(3, 2\); takes \[4, k\]"):
+    with pytest.raises(bf.ShapeError, match=r"ids.*\(3, 2\).*\[4, k\]"):
         call(ids[:3])
-    with pytest.raises(bf.ShapeError, match=r"weights: got shape \(4, 1\); takes \(4, 2\)"):
+    with pytest.raises(bf.ShapeError, match=r"weights.*\(4, 1\).*\(4, 2\)"):
         call(weights=weights[:, :1])
-    with pytest.raises(bf.DTypeError, match="ids: got dtype float32; takes int32 or int64"):
+    with pytest.raises(bf.DTypeError, match=r"ids.*float32.*int32 or int64"):
         call(ids.astype(np.float32))
-    with pytest.raises(bf.DTypeError, match="weights: got dtype int32"):
+    with pytest.raises(bf.DTypeError, match=r"weights.*int32"):
         call(weights=ids)
-    with pytest.raises(bf.FormatError, match="activation: got 'relu'; takes 'silu' or"):
-        call(activation="relu")
+    with pytest.raises(bf.FormatError, match=r"hidden_act.*'relu'.*'silu' or"):
+        call(hidden_act="relu")
+    with pytest.raises(TypeError, match=r"activation.*hidden_act"):
+        call(hidden_act="silu", activation="silu")
+    assert np.array_equal(call(activation="gelu"), call(hidden_act="gelu")), "the older name"
 
 
 def test_wrong_shapes_are_named(rng):
     gate_up, down = (oracle.random_stack(rng, E, n, k, "q4_0") for n, k in ((128, 96), (96, 64)))
     ids, weights = oracle.random_routing(rng, 4, 2, E)
     x = rng.standard_normal((4, 96)).astype(np.float32)
-    with pytest.raises(bf.ShapeError, match=r"gate_up: got \[4, 128, 96\]; takes \[5, 128, 96\] for down"):
+    with pytest.raises(bf.ShapeError, match=r"gate_up.*\[4, 128, 96\].*\[5, 128, 96\] for down"):
         bf.experts(x, gate_up.take_experts(slice(4)), down, ids, weights)
-    with pytest.raises(bf.ShapeError, match=r"gate_up: got \[5, 128, 96\]; takes \[5, 64, 96\]"):
+    with pytest.raises(bf.ShapeError, match=r"gate_up.*\[5, 128, 96\].*\[5, 64, 96\]"):
         bf.experts(x, (gate_up, gate_up), down, ids, weights)
-    with pytest.raises(bf.ShapeError, match=r"x: got shape \(4, 64\); takes \[T, 96\]"):
+    with pytest.raises(bf.ShapeError, match=r"x.*\(4, 64\).*\[T, 96\]"):
         bf.experts(x[:, :64], gate_up, down, ids, weights)
-    with pytest.raises(bf.ShapeError, match=r"x: got shape \(4, 64\); takes \[T, 96\] or \[T, k, 96\]"):
+    with pytest.raises(bf.ShapeError, match=r"x.*\(4, 64\).*\[T, 96\] or \[T, k, 96\]"):
         bf.expert_linear(x[:, :64], gate_up, ids)
-    with pytest.raises(bf.ShapeError, match=r"ids: got shape \(4, 2\); takes \(4, 3\)"):
+    with pytest.raises(bf.ShapeError, match=r"ids.*\(4, 2\).*\(4, 3\)"):
         bf.expert_linear(np.zeros((4, 3, 96), np.float32), gate_up, ids)
-    with pytest.raises(bf.ShapeError, match=r"down_biases: got shape \(96,\); takes \(5, 96\)"):
+    with pytest.raises(bf.ShapeError, match=r"down_biases.*\(96,\).*\(5, 96\)"):
         bf.experts(x, gate_up, down, ids, weights, down_biases=x[0])
     elsewhere = torch.empty((E, 96), device="meta")
-    with pytest.raises(bf.DTypeError, match="down_biases: got an array on meta:0; takes one on cpu, as x"):
+    with pytest.raises(bf.DTypeError, match=r"down_biases.*meta:0.*cpu, as x"):
         bf.experts(x, gate_up, down, ids, weights, down_biases=elsewhere)
-    with pytest.raises(bf.ShapeError, match="gate_up_biases: got a tuple; takes one array"):
+    with pytest.raises(bf.ShapeError, match=r"gate_up_biases.*tuple.*array"):
         bf.experts(x, gate_up, down, ids, weights, gate_up_biases=(None, None))
-    with pytest.raises(bf.DTypeError, match="w: got a QuantizedTensor; takes QuantizedExperts"):
+    with pytest.raises(bf.DTypeError, match=r"w.*QuantizedTensor.*QuantizedExperts"):
         bf.expert_linear(x, gate_up[0], ids)
-    with pytest.raises(bf.ShapeError, match=r"w: got shape \(0, 2, 64\)"):
+    with pytest.raises(bf.ShapeError, match=r"w.*\(0, 2, 64\)"):
         bf.quantize(np.zeros((0, 2, 64), np.float32), "q4_0")
 
 

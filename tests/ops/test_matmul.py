@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-import re
 from functools import partial
 
 import ml_dtypes
@@ -12,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
-from common import assert_same_bits, gaussian, options_of
+from common import assert_same_bits, facts, gaussian, options_of
 
 import billfish as bf
 from billfish.core.arrays import Input, round_once
@@ -178,7 +177,7 @@ def test_out_that_cannot_be_written_is_an_error():
         (bf.DTypeError, mx.zeros((3, 24)), "an array of NumPy, torch or CuPy"),
         (bf.DTypeError, [0.0], "a NumPy array"),
     ]:
-        with pytest.raises(error, match=re.escape(words)):
+        with pytest.raises(error, match=facts(words)):
             bf.quantized_linear(x, q, out=out)
 
 
@@ -217,18 +216,18 @@ def test_several_products_take_weights_that_are_packed_or_not_and_x_of_many_shap
 def test_several_products_that_do_not_fit_are_an_error():
     q, x = bf.quantize(gaussian((24, 64)), "q4_0"), gaussian((3, 64))
     for error, arguments, words in [
-        (bf.DTypeError, {"x": x, "weights": q}, "[quantized_linears] weights: got a QuantizedTensor; takes a list"),
-        (bf.DTypeError, {"x": x, "weights": [q, x]}, "weights[1]: got a ndarray"),
+        (bf.DTypeError, {"x": x, "weights": q}, "quantized_linears|weights|QuantizedTensor|list"),
+        (bf.DTypeError, {"x": x, "weights": [q, x]}, "weights[1]|ndarray"),
         (bf.DTypeError, {"x": [x, "x"], "weights": [q, q]}, "x[1]"),
-        (bf.DTypeError, {"x": x, "weights": [q], "biases": x}, "biases: got a ndarray"),
-        (bf.ShapeError, {"x": [x], "weights": [q, q]}, "x: got 1 arrays; takes 2"),
-        (bf.ShapeError, {"x": x, "weights": [q], "biases": []}, "biases: got 0 arrays; takes 1"),
-        (bf.ShapeError, {"x": [x, x[:, :32]], "weights": [q, q]}, "x[1]: got shape (3, 32)"),
+        (bf.DTypeError, {"x": x, "weights": [q], "biases": x}, "biases|ndarray"),
+        (bf.ShapeError, {"x": [x], "weights": [q, q]}, "x|1|2"),
+        (bf.ShapeError, {"x": x, "weights": [q], "biases": []}, "biases|0|1"),
+        (bf.ShapeError, {"x": [x, x[:, :32]], "weights": [q, q]}, "x[1]|(3, 32)"),
         (bf.ShapeError, {"x": x, "weights": [q], "biases": [x]}, "(24,)"),
         (bf.FormatError, {"x": x, "weights": [q], "activations": "q4"}, "activations"),
         (bf.BackendUnavailable, {"x": x, "weights": [bf.prepack(q)], "backend": "reference"}, "'cpu'"),
     ]:
-        with pytest.raises(error, match=re.escape(words)):
+        with pytest.raises(error, match=facts(words)):
             bf.quantized_linears(**arguments)
 
 

@@ -41,7 +41,7 @@ def test_the_choice_is_the_best_but_for_the_bits_that_are_left(seed):
     every = [(total(each, "bits"), total(each, "damage")) for each in itertools.product(*choices.values())]
     for bits in (4.6, 5.0, 6.1, 9.0):
         if min(spent for spent, _ in every) > bits * weights:
-            with pytest.raises(bf.DataError, match=r"--bits: got .* takes at least"):
+            with pytest.raises(bf.DataError, match=r"--bits.*at least"):
                 choose_formats(choices, bits)
             continue
         chosen = choose_formats(choices, bits).values()
@@ -76,10 +76,10 @@ def test_a_plan_in_a_file(tmp_path):
     plan.save(tmp_path / "plan")
     assert BitPlan.load(tmp_path / "plan") == BitPlan("q4_0", plan.keep)
     for text, message in (
-        ("a=q8_0\n", "plan without a line =FORMAT"),
-        ("no rule\n=q4_0\n", "got 'no rule'"),
-        ("a=q8_0\na=q4_0\n=q4_0\n", "got 'a=q4_0'"),
-        ("a=\n=q4_0", "got 'a='"),
+        ("a=q8_0\n", "plan has no line =FORMAT"),
+        ("no rule\n=q4_0\n", "'no rule'"),
+        ("a=q8_0\na=q4_0\n=q4_0\n", "'a=q4_0'"),
+        ("a=\n=q4_0", "'a='"),
     ):
         (tmp_path / "plan").write_text(text)
         with pytest.raises(bf.DataError, match=message):
@@ -188,8 +188,8 @@ def test_only_limits_the_plan(model, tmp_path, edited):
         (["taken.gguf"], "exists"),
         (["out", "--to", "gptq", "--formats", "u4b8:32,u8b128:32"], "gptq has one setting for all modules"),
         (["out", "--to", "mlx", "--formats", "q4_0,fp4"], "fp4"),
-        (["out.gguf", "--only", "nosuch"], "finds no tensor"),
-        (["out.gguf", "--keep", "nosuch=q8_0"], "finds no tensor"),
+        (["out.gguf", "--only", "nosuch"], "matches no tensor"),
+        (["out.gguf", "--keep", "nosuch=q8_0"], "matches no tensor"),
         (["out.gguf", "--bits", 3, "--calibrate"], "--bits"),
     ],
 )
@@ -215,15 +215,15 @@ def test_whole_rows_can_be_chosen(model, tmp_path):
 def test_what_cannot_be(model, tmp_path, capsys):
     out = tmp_path / "out.gguf"
     for words, message in (
-        (["--bits", 3], "--bits: got 3.0; takes at least 4.25"),
-        (["--bits", "nan"], "--bits: got nan"),
-        (["--bits", 5, "--formats", "q4_0,q4_0"], "takes formats, each of them once"),
+        (["--bits", 3], r"--bits.*3.0.*at least 4.25"),
+        (["--bits", "nan"], r"--bits.*nan"),
+        (["--bits", 5, "--formats", "q4_0,q4_0"], "--formats.*q4_0,q4_0.*different"),
         (["--bits", 5, "--formats", "q4_0,fp4:x"], "'fp4:x'"),
-        (["--bits", 5, "--group-size", 64], "takes group sizes in --formats"),
-        (["--format", "q4_0", "--plan", "p"], "takes it beside --bits"),
+        (["--bits", 5, "--group-size", 64], "--group-size.*--bits.*--formats"),
+        (["--format", "q4_0", "--plan", "p"], "--plan.*--bits"),
     ):
         assert quantize(model, out, *words) == 2
-        assert message in capsys.readouterr().err
+        assert re.search(message, capsys.readouterr().err)
     write_model(tmp_path / "quantized.gguf", Small())
     assert quantize(tmp_path / "quantized.gguf", out, "--bits", 5) == 2
     assert "--requantize" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,11 +135,11 @@ def test_the_command(tmp_path, capsys):
     [
         (["-o", "s.txt"], "'s.txt' must end in .safetensors or .gguf."),
         (["-o", "s.dat"], "'s.dat' must end in .safetensors or .gguf."),
-        (["-o", "s.gguf", "--hessian"], "'s.gguf' has no place for X^T X"),
-        (["-o", "s.gguf", "--tokens", "0"], "tokens: got 0; takes a whole number from 1 on"),
-        (["-o", "s.gguf", "--window", "1000"], "window: got 1000; takes from 1 to 128"),
+        (["-o", "s.gguf", "--hessian"], r"'s.gguf' cannot hold X\^T X"),
+        (["-o", "s.gguf", "--tokens", "0"], r"tokens.*0.*1 or more"),
+        (["-o", "s.gguf", "--window", "1000"], r"window.*1000.*1 to 128"),
         (["-o", "s.gguf", "--text", "nothing.txt"], "No such file"),
-        (["-o", "s.gguf", "--text", "empty.txt"], "text: got no tokens"),
+        (["-o", "s.gguf", "--text", "empty.txt"], "text is empty"),
         (["-o", "text.txt.safetensors"], " exists"),
     ],
 )
@@ -150,7 +151,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path, monkeypatch, cap
     before = sorted(tmp_path.iterdir())
     given = [] if "--text" in options else ["--text", "text.txt"]
     assert main(["calibrate", "model.gguf", *given, *options]) == 2
-    assert message in capsys.readouterr().err
+    assert re.search(message, capsys.readouterr().err)
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -92,7 +92,7 @@ def test_an_imatrix_file_serves(tmp_path):
         bf.quantize_checkpoint(model, out, "q4_0", statistics=tmp_path / f"imatrix.{name}", progress=False)
         truth = expected(model, known, "mse")
         assert same(bf.load(out)[DOWN], truth)
-    with pytest.raises(bf.DataError, match="mean squares alone"):
+    with pytest.raises(bf.DataError, match="only mean squares"):
         bf.quantize_checkpoint(
             model, tmp_path / "x.gguf", "q4_0", method="gptq", statistics=tmp_path / "imatrix.gguf", progress=False
         )
@@ -110,9 +110,9 @@ def test_statistics_of_another_model_are_refused_and_nothing_is_written(tmp_path
     _, _, known = sources(tmp_path)
     write_folder(tmp_path / "folder", "plain")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(bf.DataError, match=r"mlp\.down_proj\.weight: got statistics of \(64, 96\)"):
+    with pytest.raises(bf.DataError, match=r"mlp\.down_proj\.weight.*\(64, 96\)"):
         bf.quantize_checkpoint(tmp_path / "folder", tmp_path / "out", "q4_0", statistics=known, progress=False)
-    with pytest.raises(bf.DataError, match=r"calibrate: got it and statistics; takes one of them"):
+    with pytest.raises(bf.DataError, match=r"calibrate=.*statistics="):
         bf.quantize_checkpoint(tmp_path / "folder", tmp_path / "out", "q4_0", statistics=known, calibrate=True)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -125,7 +125,7 @@ def test_what_would_fail_fails_before_a_text_runs(tmp_path, monkeypatch):
     (tmp_path / "there.gguf").write_bytes(b"")
     with pytest.raises(bf.CheckpointError, match=" exists"):
         bf.quantize_checkpoint(model, tmp_path / "there.gguf", "q4_0", calibrate=text)
-    with pytest.raises(bf.CheckpointError, match="finds no tensor"):
+    with pytest.raises(bf.CheckpointError, match="matches no tensor"):
         bf.quantize_checkpoint(model, tmp_path / "out.gguf", "q4_0", calibrate=text, only=["nothing"])
 
 
@@ -177,7 +177,7 @@ def test_models_take_statistics_while_they_load(tmp_path):
     path = tmp_path / "s.safetensors"
     loaded = bf.llm.load(model, device="cpu", quantize="q4_0", method="gptq", statistics=path, progress=False)
     np.testing.assert_array_equal(file, loaded.logits(tokens))
-    with pytest.raises(bf.DataError, match="takes statistics with X"):
+    with pytest.raises(bf.DataError, match="needs statistics= with X"):
         bf.llm.load(model, device="cpu", quantize="q4_0", method="gptq")
 
 
@@ -230,9 +230,9 @@ def test_layers_are_quantized_by_statistics(method):
 def test_layers_refuse_what_is_not_theirs():
     model = small_torch_model()
     known = bf.calibrate(torch.nn.Sequential(torch.nn.Linear(64, 64)), scaled_batches(), progress=False)
-    with pytest.raises(bf.DataError, match=r"0\.weight: got statistics of \(64, 64\)"):
+    with pytest.raises(bf.DataError, match=r"0\.weight.*\(64, 64\)"):
         bf.quantize_model(model, "q4_0", statistics=known)
-    with pytest.raises(bf.DataError, match="None for 'gptq'"):
+    with pytest.raises(bf.DataError, match="'gptq' needs statistics"):
         bf.quantize_model(model, "q4_0", method="gptq")
     assert type(model[0]) is torch.nn.Linear
 
@@ -257,5 +257,5 @@ def test_transformers_take_statistics(tmp_path):
     assert "statistics" not in (tmp_path / "saved" / "config.json").read_text()
     AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     config = BillfishConfig("q4_0", method="gptq")
-    with pytest.raises(bf.FormatError, match="statistics with X"):
+    with pytest.raises(bf.FormatError, match="statistics= with X"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "folder", quantization_config=config)

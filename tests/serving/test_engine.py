@@ -106,7 +106,7 @@ def test_the_context_ends_an_answer(model):
         assert (answer.finished, answer.ticket.completion_tokens) == ("length", 11)
         whole = alone(model, Request([5] * 30, 11, request.sampling), activations="exact")
         assert answer.text == whole[0]
-        with pytest.raises(bf.ModelError, match="got 41 tokens; takes at most 40, the context of a stream"):
+        with pytest.raises(bf.ModelError, match=r"41 tokens.*40"):
             engine.submit(Request([5] * 41, 1), print)
 
 
@@ -246,16 +246,16 @@ def test_streams_that_memory_has_no_room_for(model, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(model.decoder, "cache", full)
-    with pytest.raises(bf.DataError, match=r"streams: got 3 of 128 tokens.* fewer --streams or a smaller --context"):
+    with pytest.raises(bf.DataError, match=r"3 streams of 128 tokens.*--streams or --context"):
         Engine(model, streams=3, context=128)
 
 
 def test_streams_that_a_gpu_has_no_room_for(model, monkeypatch):
     def full(capacity: int) -> None:
-        raise bf.ModelError("[llm.generate] keys and values: got 128 positions more, 9 GB; takes up to 1 GB")
+        raise bf.ModelError("llm.generate: the KV cache needs 9 GB, and 1 GB is free.")
 
     monkeypatch.setattr(model.decoder, "cache", full)
-    with pytest.raises(bf.DataError, match=r"streams: .*9 GB.* fewer --streams or a smaller --context") as caught:
+    with pytest.raises(bf.DataError, match=r"streams.*9 GB.*--streams or --context") as caught:
         Engine(model, streams=3, context=128)
     assert "llm.generate" not in str(caught.value)
 
@@ -263,9 +263,9 @@ def test_streams_that_a_gpu_has_no_room_for(model, monkeypatch):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"streams": 0}, "streams: got 0; takes a whole number from 1 on"),
-        ({"context": 513}, "context: got 513; takes a number from 1 to 512"),
-        ({"queue": -1}, "queue: got -1"),
+        ({"streams": 0}, r"streams.*0.*1 or more"),
+        ({"context": 513}, r"context.*513.*1 to 512"),
+        ({"queue": -1}, r"queue.*-1"),
         ({"activations": "q3"}, "activations"),
     ],
 )
@@ -277,9 +277,9 @@ def test_engines_that_cannot_be(model, how, message):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens: got 0; takes a whole number from 1 on"),
+        ({"max_tokens": 0}, r"max_tokens.*0.*1 or more"),
         ({"stop": ("",)}, "stop"),
-        ({"logprobs": 21}, "logprobs: got 21; takes None, or a number from 0 to 20"),
+        ({"logprobs": 21}, r"logprobs.*21.*None, or 0 to 20"),
     ],
 )
 def test_requests_that_cannot_be(how, message):
@@ -289,7 +289,7 @@ def test_requests_that_cannot_be(how, message):
 
 def test_tokens_that_the_model_does_not_have(engine):
     for request in (Request([261], 1), Request([5], 1, Sampling(logit_bias={261: 1.0}))):
-        with pytest.raises(bf.ModelError, match="got token 261; takes tokens from 0 to 260"):
+        with pytest.raises(bf.ModelError, match=r"token 261.*tokens from 0 to 260"):
             engine.submit(request, print)
     with pytest.raises(bf.ModelError, match="at least one"):
         engine.submit(Request([], 1), print)

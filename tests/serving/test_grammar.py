@@ -14,9 +14,9 @@ from serving_support import Collected, alone, ask, compiled, random_tokens, smal
 
 import billfish as bf
 from billfish.checkpoints.tokenizer.tokenizer import UNUSED
+from billfish.llm.grammar import CompiledGrammar, Grammar, Vocabulary, json_object, json_schema
 from billfish.llm.sampler import Sampling
 from billfish.serving.engine.engine import Engine
-from billfish.serving.engine.grammar import CompiledGrammar, Grammar, Vocabulary, json_object, json_schema
 from billfish.serving.engine.grammar_compiler import GrammarCompiler
 from billfish.serving.engine.requests import Request
 
@@ -104,12 +104,12 @@ def test_an_answer_that_is_cut_is_told_so(engine):
     ],
 )
 def test_schemas_that_cannot_be_used_say_why(engine, schema, why):
-    with pytest.raises(bf.DataError, match=rf"\[serving.json_schema\] schema: got one that fails.*{why}"):
+    with pytest.raises(bf.DataError, match=rf"json_schema.*schema.*{why}"):
         compiled(engine, schema)
 
 
 def test_a_grammar_that_is_none(engine):
-    with pytest.raises(bf.DataError, match=r"\[serving.json_schema\] schema: got one that fails"):
+    with pytest.raises(bf.DataError, match=r"json_schema.*schema"):
         engine.compile(Grammar("nothing like that")).result()
 
 
@@ -159,7 +159,7 @@ def test_tokens_without_a_text_are_in_no_answer(model, monkeypatch):
 
 def test_a_model_without_an_end_takes_no_grammar(model, monkeypatch):
     monkeypatch.setattr(model.tokenizer, "ends", set())
-    with compiler(model) as made, pytest.raises(bf.DataError, match="without a token that ends answers"):
+    with compiler(model) as made, pytest.raises(bf.DataError, match="no end token"):
         made.compile(json_object()).result()
 
 

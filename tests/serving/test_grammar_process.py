@@ -21,9 +21,10 @@ from serving_http import process, until
 from serving_support import compiled, small_model
 
 import billfish as bf
-from billfish.serving.engine import grammar, grammar_compiler
+from billfish.llm import grammar
+from billfish.llm.grammar import json_schema
+from billfish.serving.engine import grammar_compiler
 from billfish.serving.engine.engine import Engine
-from billfish.serving.engine.grammar import json_schema
 from billfish.serving.engine.requests import QueueFull, ServerClosing
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no fork")
@@ -101,7 +102,7 @@ def helper(engine: Engine) -> int:
 
 @pytest.mark.parametrize(("schema", "why"), TOO_LARGE.values(), ids=TOO_LARGE)
 def test_schemas_that_are_too_large_are_refused_before_they_are_compiled(schema, why):
-    with pytest.raises(bf.DataError, match=rf"{why.replace('$', '.')}.*at most \d+"):
+    with pytest.raises(bf.DataError, match=rf"{why.replace('$', '.')}.*limit is \d+"):
         json_schema(schema)
 
 

@@ -202,6 +202,18 @@ def test_json_and_json_of_a_schema(client):
     assert plain.choices[0].finish_reason == "length"
 
 
+def test_variables_of_the_chat_template(client):
+    def prompt_tokens(**variables):
+        body = {"chat_template_kwargs": variables}
+        found = client.chat.completions.create(model="small", messages=ASKED, max_tokens=1, extra_body=body)
+        return found.usage.prompt_tokens
+
+    assert prompt_tokens(unknown=[1]) == prompt_tokens()
+    assert prompt_tokens(add_generation_prompt=False) < prompt_tokens()
+    with pytest.raises(openai.BadRequestError, match=r"chat_template_kwargs.*messages"):
+        prompt_tokens(messages=[])
+
+
 def test_a_function_that_must_be_called_is(server, client):
     found = client.chat.completions.create(
         model="small", messages=ASKED, tools=[WEATHER, CLOCK], tool_choice="required", seed=1
@@ -301,5 +313,5 @@ def test_the_models(client):
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("large")
     assert caught.value.code == "model_not_found"
-    with pytest.raises(openai.NotFoundError, match=r'model: .*"large".* small'):
+    with pytest.raises(openai.NotFoundError, match=r'model.*"large".*"small"'):
         client.chat.completions.create(model="large", messages=ASKED)

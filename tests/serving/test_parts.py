@@ -12,10 +12,10 @@ from kv_cache_support import by_position
 from serving_support import alone, ask, random_tokens, small_model
 
 import billfish as bf
+from billfish.llm.detokenizer import HeldText
 from billfish.llm.kv_cache import shared_length
 from billfish.llm.sampler import Sampling
 from billfish.serving.engine.engine import Engine
-from billfish.serving.engine.jobs import HeldText
 from billfish.serving.engine.kv_slots import Cuts, Slots
 from billfish.serving.engine.requests import Request
 from billfish.serving.engine.scheduler import share_out

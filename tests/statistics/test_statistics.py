@@ -75,7 +75,7 @@ def test_sums_do_not_depend_on_threads():
 def test_inputs_that_are_not_finite_are_refused():
     x = inputs(20)
     x[3, 4] = np.nan
-    with pytest.raises(bf.DataError, match=r"\[calibrate\] x: got sums of squares that are negative or not finite"):
+    with pytest.raises(bf.DataError, match=r"calibrate.*x.*sums of squares are negative or not finite"):
         summed(x)
 
 
@@ -241,8 +241,8 @@ def described(path: Path, **metadata: str) -> None:
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [
-        ("squares", np.nan, "sums of squares that are negative or not finite"),
-        ("squares", -1, "sums of squares that are negative or not finite"),
+        ("squares", np.nan, "sums of squares are negative or not finite"),
+        ("squares", -1, "sums of squares are negative or not finite"),
         ("counts", 0, "0 tokens"),
         ("counts", -3, "-3 tokens"),
     ],
@@ -250,7 +250,7 @@ def described(path: Path, **metadata: str) -> None:
 def test_bad_numbers_are_refused_by_name(tmp_path, part, value, message):
     small_statistics().save(tmp_path / "s.safetensors")
     changed(tmp_path / "s.safetensors", part, value)
-    with pytest.raises(bf.DataError, match=rf"blk\.0\.attn_q\.weight: got {message}"):
+    with pytest.raises(bf.DataError, match=rf"blk\.0\.attn_q\.weight.*{message}"):
         Statistics.load(tmp_path / "s.safetensors")
 
 
@@ -258,7 +258,7 @@ def test_x_t_x_that_is_not_finite_is_refused_where_it_is_used(tmp_path):
     small_statistics(outer=True).save(tmp_path / "s.safetensors")
     changed(tmp_path / "s.safetensors", "outer", np.inf)
     statistics = Statistics.load(tmp_path / "s.safetensors")
-    with pytest.raises(bf.DataError, match=r"\[quantize\] blk\.0\.attn_q\.weight: got X\^T X with numbers"):
+    with pytest.raises(bf.DataError, match=r"quantize.*blk\.0\.attn_q\.weight.*X\^T X is not finite"):
         statistics.settings("quantize", NAMES[0], (8, 24), "gptq")
 
 
@@ -290,7 +290,7 @@ def test_an_empty_tensor_that_no_array_can_hold_is_refused(tmp_path):
     shapes = {f"{NAMES[0]}.in_sum2": (0, 2**62), f"{NAMES[0]}.counts": (1, 1)}
     header = imatrix.gguf_header(shapes, (), 1, 1)
     (tmp_path / "i.gguf").write_bytes(header + b"\0" * 64)
-    with pytest.raises(bf.CheckpointError, match="extents"):
+    with pytest.raises(bf.CheckpointError, match="too large"):
         Statistics.load(tmp_path / "i.gguf")
     text = json.dumps({"a": {"dtype": "F64", "shape": [0, 2**62], "data_offsets": [0, 0]}}).encode()
     (tmp_path / "i.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
@@ -309,7 +309,7 @@ def test_layers_with_thousands_of_digits_are_no_layers(tmp_path):
     name = f"model.layers.{'1' * 5000}.self_attn.q_proj.weight"
     statistics = small_statistics()
     statistics.check_model("quantize", "llama", [name])
-    with pytest.raises(bf.DataError, match="no statistics of its inputs"):
+    with pytest.raises(bf.DataError, match="there are none"):
         statistics.check_matrix("quantize", name, (8, 24), "mse")
     assert mixes.MIXES["q4_k_m"].assign({name.replace("model.layers", "blk"): (8, 256)})
 
@@ -323,7 +323,7 @@ def test_every_cut_of_a_file_is_refused(tmp_path, name):
     end = len(content) - {"s.dat": 14, "s.gguf": 28}.get(name, 0)
     for size in [*range(0, end, max(1, end // 60)), end - 1]:
         path.write_bytes(content[:size])
-        with pytest.raises(BillfishError, match="got"):
+        with pytest.raises(BillfishError):
             Statistics.load(path)
 
 
@@ -343,16 +343,16 @@ def test_random_bytes_in_a_file_give_our_errors_or_statistics(tmp_path, name):
 
 def test_a_file_of_something_else_is_refused(tmp_path):
     safetensors.numpy.save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(bf.DataError, match=r"no statistics in it; takes what `billfish calibrate` writes"):
+    with pytest.raises(bf.DataError, match=r"not statistics.*`billfish calibrate`"):
         Statistics.load(tmp_path / "model.safetensors")
     write_imatrix(tmp_path / "model.gguf", {"w": np.ones(3, np.float32)}, "model")
-    with pytest.raises(bf.DataError, match=r"general\.type = 'model'; takes an imatrix file"):
+    with pytest.raises(bf.DataError, match=r"imatrix file.*general\.type is 'model'"):
         Statistics.load(tmp_path / "model.gguf")
     write_imatrix(tmp_path / "i.gguf", {f"{NAMES[0]}.in_sum2": np.ones((1, 3), np.float32)})
     with pytest.raises(bf.DataError, match="sums without counts"):
         Statistics.load(tmp_path / "i.gguf")
     (tmp_path / "huge.dat").write_bytes(struct.pack("<iii", 2**31 - 1, 2**31 - 1, 1))
-    with pytest.raises(bf.DataError, match="no imatrix file"):
+    with pytest.raises(bf.DataError, match="not an imatrix file"):
         Statistics.load(tmp_path / "huge.dat")
 
 
@@ -361,15 +361,15 @@ def test_a_file_of_something_else_is_refused(tmp_path):
 
 def test_statistics_of_another_model_are_refused_by_name():
     statistics = small_statistics()
-    with pytest.raises(bf.DataError, match=r"blk\.0\.attn_q\.weight: got statistics of \(8, 24\)"):
+    with pytest.raises(bf.DataError, match=r"blk\.0\.attn_q\.weight.*\(8, 24\)"):
         statistics.settings("quantize", NAMES[0], (9, 24), "mse")
-    with pytest.raises(bf.DataError, match=r"blk\.0\.ffn_up\.weight: got no statistics of its inputs"):
+    with pytest.raises(bf.DataError, match=r"blk\.0\.ffn_up\.weight: there are none"):
         statistics.settings("quantize", "blk.0.ffn_up.weight", (9, 24), "mse")
-    with pytest.raises(bf.DataError, match=r"got those of a model of kind 'llama'"):
+    with pytest.raises(bf.DataError, match=r"'llama'.*'qwen2'"):
         statistics.check_model("quantize", "qwen2", ["blk.0.attn_q.weight"])
-    with pytest.raises(bf.DataError, match=r"blk\.0\.attn_q\.weight: got statistics of a matrix that is not there"):
+    with pytest.raises(bf.DataError, match=r"blk\.0\.attn_q\.weight.*layers"):
         statistics.check_model("quantize", "llama", ["blk.7.attn_q.weight"])
-    with pytest.raises(bf.DataError, match=r"got mean squares alone; takes statistics with X\^T X"):
+    with pytest.raises(bf.DataError, match=r"no X\^T X, only mean squares.*--hessian"):
         statistics.settings("quantize", NAMES[0], (8, 24), "gptq")
 
 
@@ -381,9 +381,9 @@ def test_experts_of_a_folder_may_be_apart():
         method, settings = statistics.settings("quantize", name, (8, 2), "mse")
         assert method == "mse"
         np.testing.assert_array_equal(settings["importance"], importance)
-    with pytest.raises(bf.DataError, match=r"experts\.3\.down_proj\.weight: got statistics of 3 experts"):
+    with pytest.raises(bf.DataError, match=r"experts\.3\.down_proj\.weight.*3 experts"):
         statistics.settings("quantize", "model.layers.0.mlp.experts.3.down_proj.weight", (8, 2), "mse")
-    with pytest.raises(bf.DataError, match=r"experts\.down_proj\.weight: got statistics of 2 inputs"):
+    with pytest.raises(bf.DataError, match=r"experts\.down_proj\.weight.*2 inputs"):
         statistics.settings("quantize", "model.layers.0.mlp.experts.0.down_proj.weight", (8, 4), "mse")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,12 @@ from billfish.core.activations import IntegerActivations
 from billfish.core.arrays import Input
 from billfish.core.format import Format, Planes
 from billfish.core.storage import Storage
+
+
+def facts(text: str) -> str:
+    """A pattern for `match=`: the facts of a message, separated by |, in this order. Words between them are free."""
+    return ".*".join(map(re.escape, text.split("|")))
+
 
 ALL_HALVES = np.arange(65536, dtype=np.uint16).view(np.float16)
 ALL_BYTES = np.arange(256, dtype=np.uint8)

@@ -11,10 +11,11 @@ from typing import Any
 from llm_models import Small, write_model
 
 import billfish as bf
+from billfish.llm.detokenizer import Piece
+from billfish.llm.grammar import CompiledGrammar, json_schema
 from billfish.llm.sampler import Sampling
 from billfish.serving.engine.engine import Engine
-from billfish.serving.engine.grammar import CompiledGrammar, json_schema
-from billfish.serving.engine.requests import Piece, Request, Ticket
+from billfish.serving.engine.requests import Request, Ticket
 
 PATIENCE = 120  # seconds after which an answer that does not come fails its test
 
@@ -81,7 +82,7 @@ def alone(model: bf.llm.Model, request: Request, **more: Any) -> tuple[str, list
     answer = model.generate(request.prompt, max_tokens=request.max_tokens, **how, **more)
     text = "".join(answer)
     ids = [token for token in answer.tokens if token not in model.tokenizer.ends]
-    return text, ids, "stop" if answer.finished == "end" else "length"
+    return text, ids, answer.finish_reason or ""
 
 
 def random_sampling(rng: random.Random) -> Sampling:

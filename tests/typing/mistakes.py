@@ -16,4 +16,5 @@ bf.dequantize(q, "float64")  # no such type
 bf.convert("a", "b", to="onnx")  # no such layout
 bf.nonsense()  # no such name
 bf.MarlinLinear(64, 8, framework="jax")  # no such framework
+bf.llm.load("model.gguf").generate("Hello", max_new_tokens=5)  # no such setting
 y: torch.Tensor = bf.quantized_linear(w, q)  # the result is a NumPy array

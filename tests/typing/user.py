@@ -1,5 +1,7 @@
 """A user's program, for type checkers that test_typing.py checks with mypy --strict and pyright. It is not run."""
 
+from typing import Literal
+
 import ml_dtypes
 import mlx.core as mx
 import numpy as np
@@ -42,13 +44,15 @@ assert_type(bf.dequantize(q, like=t), torch.Tensor)
 assert_type(bf.dequantize(q, out=t), torch.Tensor)
 assert_type(bf.dequantize(q, like=w), NDArray[np.float32])
 
-# Experts. Nobody knows from its type how many axes an array has.
+# Experts. The type of an array may tell how many axes it has.
+matrices: np.ndarray[tuple[int, int, int], np.dtype[np.float32]] = np.zeros((2, 64, 64), np.float32)
+assert_type(bf.quantize(matrices, "fp4"), bf.QuantizedExperts)
 stack = bf.QuantizedExperts.from_tensors([q, q])
 assert_type(stack[0], bf.QuantizedTensor)
 assert_type(bf.prepack(stack), bf.PackedExperts)
 assert_type(bf.dequantize(stack, like="torch"), torch.Tensor)
 assert_type(bf.expert_linear(t, stack, t), torch.Tensor)
-assert_type(bf.experts(m, (stack, stack), stack, m, m, activation="clamped_silu"), mx.array)
+assert_type(bf.experts(m, (stack, stack), stack, m, m, hidden_act="clamped_silu"), mx.array)
 
 # Packed arrays and blocks.
 assert_type(bf.pack_fp4_weights(w), tuple[NDArray[np.uint32], NDArray[np.float16]])
@@ -66,13 +70,24 @@ layer = bf.MarlinLinear.from_linear(torch.nn.Linear(64, 8), format="fp4", group_
 assert_type(layer, billfish.nn.torch.linear.MarlinLinear)
 assert_type(bf.MarlinLinear.from_linear(Linear(64, 8), "q4_0"), billfish.nn.mlx.linear.MarlinLinear)
 assert_type(bf.MarlinLinear(64, 8, format="fp4", framework="torch").to_linear(), torch.nn.Linear)
-assert_type(bf.MarlinLinear(64, 8, format="fp4").group_size, int)
+assert_type(bf.QuantizedLinear(64, 8, format="fp4").group_size, int)
 assert_type(bf.quantize_model(torch.nn.Sequential(), "q4_0"), bf.ModelReport)
 
 # Checkpoints.
-checkpoint = bf.load("model.gguf")
-assert_type(checkpoint, bf.Checkpoint)
-assert_type(bf.llm.load("model.gguf"), bf.llm.Model)
+assert_type(bf.open_checkpoint("model.gguf"), bf.Checkpoint)
+assert_type(bf.load("model.gguf"), bf.Checkpoint)
+
+# Language models.
+with bf.llm.load("model.gguf") as model:
+    assert_type(model, bf.llm.Model)
+    answer = model.generate("Hello", stop=["."], logprobs=2, response_format={"type": "json_object"})
+    assert_type(answer.text, str)
+    assert_type(answer.tokens, list[int])
+    assert_type(answer.finish_reason, Literal["stop", "length"] | None)
+    assert_type(answer.logprobs, list[bf.llm.Token] | None)
+    for piece in model.stream("Hello", chat_template_kwargs={"enable_thinking": False}):
+        assert_type(piece, str)
+    assert_type(model.detokenize(model.tokenize("Hello")), str)
 
 # Names, for settings of one's own.
 format_name: FormatName = "mxfp4"

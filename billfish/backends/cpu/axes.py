@@ -52,12 +52,12 @@ class Layout:
 def why_never(format: Format) -> str:
     """Why the kernels cannot multiply with a format, or ""."""
     if not decodes_plainly(format):
-        return f"{format.name} has a way of its own to decode"
+        return f"no kernels for {format.name}, which has a decoder of its own"
     axis = _code_axis(format.element)
     if axis is None:
-        return f"it has no kernels for the {format.element.name} codes of {format.name}"
+        return f"no kernels for the {format.element.name} codes of {format.name}"
     if axis[0] in FLOAT_CODES and any(offsets_of(format)):
-        return f"it has no kernels for the {format.element.name} codes of {format.name} with offsets"
+        return f"no kernels for the {format.element.name} codes of {format.name} with offsets"
     return ""
 
 
@@ -65,7 +65,7 @@ def why_not(group_size: int, k: int) -> str:
     """Why they cannot with groups of this size, or ""."""
     if group_size in GROUPS or group_size >= k or group_size % CHUNK == 0:
         return ""
-    return f"groups of {group_size}; it takes {', '.join(map(str, GROUPS))}, multiples of {CHUNK}, or all of K"
+    return f"group_size is {group_size}; supported are {', '.join(map(str, GROUPS))}, multiples of {CHUNK}, or all of K"
 
 
 @with_known_floats

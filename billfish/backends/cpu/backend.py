@@ -31,7 +31,7 @@ from billfish.backends.cpu.unpack import decode_planes, planes_of, rest_of, rest
 from billfish.core import machine
 from billfish.core.activations import DIGITS, IntegerActivations
 from billfish.core.arrays import FLOATS, Input, float_input
-from billfish.core.errors import BackendUnavailable, FormatError, complaint
+from billfish.core.errors import BackendUnavailable, FormatError, bad_argument, failure
 from billfish.core.format import Format
 from billfish.core.formats.ggml import BlockFormat
 from billfish.core.formats.structure import structure_of
@@ -52,24 +52,29 @@ def choose_level() -> str:
     if wanted is None:
         return str(available[0])
     if wanted not in available:
-        takes = f"one that this machine runs: {', '.join(available)}"
-        raise BackendUnavailable(complaint("cpu", "BILLFISH_ISA", repr(wanted), takes))
+        expected = f"a level that this machine supports: {', '.join(available)}"
+        raise BackendUnavailable(bad_argument("cpu", "BILLFISH_ISA", repr(wanted), expected))
     return wanted
 
 
 def set_threads(count: int) -> None:
-    """Sets how many threads compute. `count` 0 is the default: OMP_NUM_THREADS, or the cores that this process may use.
+    """Set the number of CPU threads.
 
-    The default follows from affinity and CPU quota. These are looked at when billfish is imported, in the child after a
-    fork, and by ``set_threads(0)``.
+    count: 0 is the default: OMP_NUM_THREADS, or the cores that this process may use by affinity and CPU quota. These
+    are looked at when billfish is imported, in the child after a fork, and by ``set_threads(0)``.
+
+    Raises DataError for a negative count or one above 1024.
+
+        >>> bf.set_threads(2)
+        >>> bf.set_threads(0)
     """
     _cpu.set_threads(check_threads("set_threads", "count", count, least=0))
 
 
 def check_threads(call: str, argument: str, count: int, least: int = 1) -> int:
-    """Raises unless so many threads can be asked for."""
+    """Raise FormatError unless `count` is a number of threads."""
     if isinstance(count, bool) or not isinstance(count, int) or not least <= count <= MAX_THREADS:
-        raise FormatError(complaint(call, argument, repr(count), f"a number from {least} to {MAX_THREADS}"))
+        raise FormatError(bad_argument(call, argument, repr(count), f"a number from {least} to {MAX_THREADS}"))
     return count
 
 
@@ -108,12 +113,12 @@ class CpuBackend(Backend):
 
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         if problem.device != "cpu":
-            return False, f"it computes in CPU memory, and the array is on {problem.device}"
+            return False, f"runs on arrays in CPU memory; x is on {problem.device}"
         if problem.operation == "dequantize":
             reads = structure_of(problem.format) is not None or byte_numbers(problem.format) is not None
             return reads, f"it does not read the storage of {problem.format.name}"
         if problem.activations == "fp8":
-            return False, "it rounds x to integers, 'q8' or 'q16', and not to fp8, which is for NVIDIA's GPUs"
+            return False, "supports activations 'exact', 'q8' and 'q16', not 'fp8', which needs an NVIDIA GPU"
         reason = why_never(problem.format) or why_not(problem.group_size, problem.k)
         return not reason, reason
 
@@ -240,8 +245,8 @@ class CpuBackend(Backend):
         _share_threads(x)
         for stack in block.gate_up:
             if stack.level != down.level:
-                got, takes = f"weights packed for {stack.level}", f"{down.level}, for which those of down are"
-                raise BackendUnavailable(complaint(x.call, "gate_up", got, takes))
+                problem = f"gate_up is packed for {stack.level}, and down for {down.level}"
+                raise BackendUnavailable(failure(x.call, problem, "Pack both on one machine: bf.prepack."))
         ids, routing, rows = checked_ids(block.ids, block.experts), checked_routing(block.routing), _floats(x)
         y = np.empty(x.shape, np.float32)
         if len(ids):

@@ -24,7 +24,7 @@ from billfish.backends.cpu.packed import (
 )
 from billfish.backends.cpu.source import codes_of, prepack_fields
 from billfish.backends.cpu.unpack import rest_of, rest_of_blocks
-from billfish.core.errors import BackendUnavailable, DTypeError, ShapeError, complaint
+from billfish.core.errors import BackendUnavailable, DTypeError, ShapeError, bad_argument, failure
 from billfish.core.format import get_format
 from billfish.core.formats.ggml import BlockFormat
 from billfish.core.formats.structure import structure_of
@@ -34,12 +34,16 @@ from billfish.core.storage import Array
 
 @dataclass(frozen=True, eq=False)
 class PackedExperts:
-    """W [E, N, K] in one stream, each expert padded to whole tiles: what :func:`billfish.prepack` makes of a stack.
+    """Experts W [E, N, K] packed for the CPU's kernels. :func:`billfish.prepack` makes one of a stack.
 
-    kind: the name of the format, or of one of PLAIN_TYPES. shape: (E, N, K). data: the stream of all experts.
+    kind: the name of the format, or of one of PLAIN_TYPES. shape: (E, N, K). data: the stream of all experts, each
+    padded to whole tiles.
     level, axes: as of PackedWeights, and the same for all experts; None for unquantized weights.
     factors: float32 [E], where experts have factors of their own in the place of that of `axes`.
     group_size, rest: as of PackedWeights; planes that are kept are [E, ...]. Unquantized weights have neither.
+
+        >>> bf.prepack(bf.quantize(np.ones((4, 8, 32), np.float32), "q8_0")).shape
+        (4, 8, 32)
     """
 
     kind: str
@@ -55,19 +59,19 @@ class PackedExperts:
         """Raises unless `data` and `factors` have all that the kernels will read: they believe what they are told."""
         call, levels = "PackedExperts", _cpu.levels()
         if self.level not in levels:
-            takes = f"one of this machine: {', '.join(levels)}"
-            raise BackendUnavailable(complaint(call, "level", f"weights packed for {self.level}", takes))
+            problem = f"the weights are packed for {self.level}, and this machine has {', '.join(levels)}"
+            raise BackendUnavailable(failure(call, problem, "Pack them again: bf.prepack."))
         if len(self.shape) != 3 or not all(type(size) is int and size > 0 for size in self.shape):
-            raise ShapeError(complaint(call, "shape", self.shape, "whole numbers above 0, (E, N, K)"))
+            raise ShapeError(bad_argument(call, "shape", self.shape, "(E, N, K), integers above 0"))
         if self.axes is None and self.kind not in PLAIN_TYPES:
-            raise DTypeError(complaint(call, "kind", f"{self.kind!r} without axes", ", ".join(PLAIN_TYPES)))
+            raise DTypeError(bad_argument(call, "kind", f"{self.kind!r} without axes", ", ".join(PLAIN_TYPES)))
         experts, n, k = self.shape
         group = GROUP if self.axes is None else self.axes.group
         check_stream(call, self.level, (n, k), self.data, group, lambda: self.description, experts)
         own = self.factors
         if own is not None and (own.dtype != np.float32 or own.shape != (experts,) or not own.flags.c_contiguous):
-            got, takes = f"{own.dtype} of shape {own.shape}", f"float32 of shape {(experts,)}, one after the other"
-            raise ShapeError(complaint(call, "factors", got, takes))
+            expected = f"contiguous float32 of shape {(experts,)}"
+            raise ShapeError(bad_argument(call, "factors", f"{own.dtype} of shape {own.shape}", expected))
 
     @cached_property
     def description(self) -> _cpu.Description:
@@ -157,8 +161,8 @@ def _room_for(level: str, stack: QuantizedExperts, layouts: Sequence[Layout]) ->
 
 def _pack_plain(level: str, stack: Array) -> PackedExperts:
     if stack.dtype.name not in PLAIN_TYPES or stack.ndim != 3:
-        got, takes = f"{stack.dtype} of shape {stack.shape}", f"[E, N, K] of {', '.join(PLAIN_TYPES)}"
-        raise DTypeError(complaint("pack_experts", "stack", got, takes))
+        expected = f"[E, N, K] of {', '.join(PLAIN_TYPES)}"
+        raise DTypeError(bad_argument("pack_experts", "stack", f"{stack.dtype} of shape {stack.shape}", expected))
     experts, n, k = stack.shape
     description = describe_plain(stack.dtype.name, (n, k))
     data = room_for_stream(experts * _cpu.packed_bytes(level, description))

@@ -15,7 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
-from billfish.core.errors import BackendUnavailable, CheckpointError, DTypeError, ShapeError, complaint
+from billfish.core.errors import (
+    BackendUnavailable,
+    CheckpointError,
+    DTypeError,
+    ShapeError,
+    bad_argument,
+    failure,
+    type_of,
+)
 from billfish.core.files import path_of, read_arrays, replacing
 from billfish.core.format import Format, get_format
 from billfish.core.tensor import check_permutation
@@ -79,13 +87,19 @@ class Axes:
 
 @dataclass(frozen=True, eq=False)
 class PackedWeights:
-    """W [N, K] in one sequential stream: `data` is all there is, the rest says how to read it.
+    """A matrix W [N, K] packed for the CPU's kernels. :func:`billfish.prepack` makes one.
 
-    :func:`billfish.prepack` makes one and :func:`billfish.quantized_linear` takes one; nothing else has to be kept.
+    :func:`billfish.quantized_linear` takes it, and nothing else has to be kept. `data` is one sequential stream; the
+    other fields say how to read it.
 
     format, shape, group_size, permutation: as of QuantizedTensor.
     level, axes: the instruction set that `data` was packed for, and the kind of weights in it.
-    rest: what `unpack` needs beside `data` (unpack.py); None of weights that were loaded or packed without it.
+    rest: what `unpack` needs beside `data`; None of weights that were loaded or packed without it.
+
+        >>> packed = bf.prepack(bf.quantize(np.eye(32, dtype=np.float32), "q8_0"))
+        >>> packed.save("weights.packed")
+        >>> bf.PackedWeights.load("weights.packed").shape
+        (32, 32)
     """
 
     format: Format
@@ -101,12 +115,12 @@ class PackedWeights:
         """Raises unless `data` has all that the kernels will read: they believe what they are told."""
         call, levels = "PackedWeights", _cpu.levels()
         if self.level not in levels:
-            takes = f"one of this machine: {', '.join(levels)}"
-            raise BackendUnavailable(complaint(call, "level", f"weights packed for {self.level}", takes))
+            problem = f"the weights are packed for {self.level}, and this machine has {', '.join(levels)}"
+            raise BackendUnavailable(failure(call, problem, "Pack them again: bf.prepack."))
         whole = len(self.shape) == 2 and all(type(size) is int for size in (*self.shape, self.group_size))
         if not whole or not isinstance(self.format, Format):
-            got = f"{self.format}, {self.shape} in groups of {self.group_size!r}"
-            raise ShapeError(complaint(call, "shape", got, "a Format and whole numbers"))
+            found = f"{self.shape} with format {self.format} and group_size {self.group_size!r}"
+            raise ShapeError(bad_argument(call, "shape", found, "(N, K), a Format and an integer"))
         check_stream(call, self.level, self.shape, self.data, self.axes.group, lambda: self.description)
         if self.permutation is not None:
             object.__setattr__(self, "permutation", check_permutation(call, self.permutation, self.shape[1]))
@@ -156,8 +170,8 @@ class PackedWeights:
             arrays = read_arrays(file)
             about = json.loads(str(arrays["about"]))
             if about.get("layout") != LAYOUT:
-                takes = "prepack(q) again"
-                raise BackendUnavailable(complaint(call, "path", "weights packed by another version", takes))
+                problem = f"{file} was packed by another version of billfish"
+                raise BackendUnavailable(failure(call, problem, "Pack the weights again: bf.prepack."))
             axes = Axes(**about["axes"] | {"table": tuple(about["axes"]["table"])})
             readers = next((levels for levels in ONE_STREAM if about["level"] in levels), (about["level"],))
             level = next((level for level in readers if level in _cpu.levels()), about["level"])
@@ -170,8 +184,8 @@ class PackedWeights:
         except BackendUnavailable:
             raise
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-            got, takes = f"{str(file)!r} ({error})", "a file that PackedWeights.save wrote"
-            raise CheckpointError(complaint(call, "path", got, takes)) from None
+            problem = f"{file} is not a file of PackedWeights.save, or damaged ({error})"
+            raise CheckpointError(failure(call, problem)) from None
 
 
 def check_stream(
@@ -191,9 +205,9 @@ def check_stream(
         with contextlib.suppress(TypeError, ValueError, OverflowError):  # axes that the core has no number for
             if max(n, k) < 2**40 and data.size == experts * _cpu.packed_bytes(level, description()):
                 return
-    got = f"{data.dtype} of shape {data.shape}" if isinstance(data, np.ndarray) else f"a {type(data).__name__}"
+    found = f"{data.dtype} of shape {data.shape}" if isinstance(data, np.ndarray) else type_of(data)
     several = "" if experts == 1 else f"{experts} times "
-    raise ShapeError(complaint(call, "data", got, f"{several}the bytes that packing [{n}, {k}] makes"))
+    raise ShapeError(bad_argument(call, "data", found, f"{several}the packed bytes of [{n}, {k}]"))
 
 
 # ---- weights that are not quantized ----------------------------------------------------------------------------------
@@ -217,7 +231,7 @@ class PlainWeights:
     def __post_init__(self) -> None:
         """Raises unless `data` has all that the kernels will read."""
         if self.dtype not in PLAIN_TYPES:
-            raise DTypeError(complaint("PlainWeights", "dtype", repr(self.dtype), ", ".join(PLAIN_TYPES)))
+            raise DTypeError(bad_argument("PlainWeights", "dtype", repr(self.dtype), ", ".join(PLAIN_TYPES)))
         check_stream("PlainWeights", self.level, self.shape, self.data, GROUP, lambda: self.description)
 
     @cached_property

@@ -19,7 +19,7 @@ from billfish.backends.cpu.axes import CHUNK, Layout, layout_of_blocks
 from billfish.backends.cpu.packed import GROUPS, PackedWeights, Rest
 from billfish.backends.cpu.source import CODE_BYTES, field_of, source_about
 from billfish.core.elements import Integer, Signed
-from billfish.core.errors import DataError, complaint
+from billfish.core.errors import DataError, failure
 from billfish.core.format import Format, Planes
 from billfish.core.formats.ggml import BlockFormat
 from billfish.core.formats.structure import structure_of
@@ -125,8 +125,8 @@ def planes_of(weights: PackedWeights) -> Planes:
     """All planes of the tensor that the weights were packed from."""
     format, (n, k), axes, rest = weights.format, weights.shape, weights.axes, weights.rest
     if rest is None:
-        takes = "weights that CpuBackend.pack made of a tensor"
-        raise DataError(complaint("unpack", "weights", "a stream that was loaded, or packed for products alone", takes))
+        problem = "these packed weights lack what unpacking needs: they were loaded, or packed for matmul only"
+        raise DataError(failure("unpack", problem, "Keep the QuantizedTensor."))
     codes = np.empty((n, k), np.uint8)
     counts = -(-k // CHUNK), -(-k // axes.group)
     fields = [

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.core.elements import FP4, FP8, Element
-from billfish.core.errors import FormatError, complaint
+from billfish.core.errors import FormatError, bad_argument, failure
 from billfish.core.format import Format, Planes
 from billfish.core.formats.meaning import E4M3, E8M0, HALVED, decodes_plainly, meaning, offsets_of
 from billfish.core.scales import decode_e4m3
@@ -48,8 +48,8 @@ class Kind:
         words = self.element in ELEMENTS and self.scale in SCALES and self.offset in OFFSETS
         table = len(self.table) in (0, 16) and all(type(byte) is int and 0 <= byte < 256 for byte in self.table)
         if not words or not table or self.groups not in GROUPS.values() or type(self.middle) is not int:
-            takes = f"{', '.join(ELEMENTS)} with {', '.join(SCALES)} and {', '.join(OFFSETS)}"
-            raise FormatError(complaint("Kind", "kind", repr(self), takes))
+            expected = f"{', '.join(ELEMENTS)} with {', '.join(SCALES)} and {', '.join(OFFSETS)}"
+            raise FormatError(bad_argument("Kind", "kind", repr(self), expected))
 
     @property
     def words(self) -> int:
@@ -150,15 +150,15 @@ class CodeAxis(NamedTuple):
 def why_not(format: Format, group_size: int, k: int) -> str:
     """Why the kernels cannot read a format, or ""."""
     if not decodes_plainly(format):
-        return f"{format.name} has a way of its own to decode"
+        return f"no kernels for {format.name}, which has a decoder of its own"
     zero, minimum = offsets_of(format)
     if zero and minimum:
-        return f"{format.name} has a zero point and a minimum; it takes one of them"
+        return f"{format.name} has both a zero point and a minimum; one of them is supported"
     if code_axis(format.element, zero or minimum) is None:
-        return f"it has no kernels for the {format.element.name} codes of {format.name}"
+        return f"no kernels for the {format.element.name} codes of {format.name}"
     if group_size not in GROUPS and group_size % BRICK and group_size < k:
         sizes = ", ".join(map(str, sorted(GROUPS)))
-        return f"groups of {group_size}; it takes {sizes}, multiples of {BRICK}, or all of K"
+        return f"group_size is {group_size}; supported are {sizes}, multiples of {BRICK}, or all of K"
     return ""
 
 
@@ -245,7 +245,7 @@ def _describe(
     k = shape[1]
     reason = why_not(format, group_size, k)
     if reason:
-        raise FormatError(f"[cuda] {reason}")
+        raise FormatError(failure("cuda", reason))
     with np.errstate(invalid="ignore", over="ignore"):  # scales of a file may be NaN or infinite
         scale, zero, minimum = format.group_values(planes)
     offset = "ZERO" if zero is not None else "MINIMUM" if minimum is not None else "NONE"

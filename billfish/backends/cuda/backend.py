@@ -37,18 +37,21 @@ class CudaBackend(Backend):
 
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         if problem.device not in ("cuda", "cpu"):
-            return False, f"it computes on NVIDIA GPUs, and x is on {problem.device}"
+            return False, f"runs on arrays on an NVIDIA GPU or in CPU memory; x is on {problem.device}"
         if problem.activations == "q16":
-            return False, "it multiplies x as it is, or in 8 bits: activations 'exact', 'fp8' or 'q8', not 'q16'"
+            return False, "supports activations 'exact', 'fp8' and 'q8', not 'q16'"
         in_bytes = problem.activations in ("fp8", "q8")
         if in_bytes and (problem.experts or problem.dtype == np.float32):
             what = "experts" if problem.experts else "float32"
-            return False, f"activations={problem.activations!r} are for float16 and bfloat16 and one matrix, not {what}"
+            return (
+                False,
+                f"activations={problem.activations!r} needs float16 or bfloat16 and one matrix, not {what}",
+            )
         here = problem.device == "cpu" and problem.operation == "matmul" and problem.activations != "given"
         if here and problem.dtype == np.float32:
-            return False, "it multiplies float16 and bfloat16; float32 only for torch and CuPy arrays on the GPU"
+            return False, "supports float16 and bfloat16; float32 only for torch and CuPy arrays on the GPU"
         if problem.experts and problem.dtype == np.float32:
-            return False, "it multiplies float16 and bfloat16 with experts, not float32"
+            return False, "supports experts in float16 and bfloat16, not float32"
         reason = why_not(problem.format, problem.group_size, problem.k)
         if reason:
             return False, reason
@@ -59,7 +62,7 @@ class CudaBackend(Backend):
                 return False, f"activations={problem.activations!r}: {reason}" if in_bytes else reason
         usable, about = self.usable()
         if usable and problem.activations != "exact" and device().capability != (9, 0):
-            return False, f"x in 8 bits is for Hopper's wgmma, and {device().name} is {device().arch}"
+            return False, f"8-bit activations need Hopper (sm_90); {device().name} is {device().arch}"
         return usable, "" if usable else about
 
     def usable(self) -> tuple[bool, str]:
@@ -67,7 +70,7 @@ class CudaBackend(Backend):
             found = device()
             check_compiler()
         except BackendUnavailable as error:
-            return False, str(error).removeprefix("[cuda] ")
+            return False, str(error).removeprefix("cuda: ")
         return True, f"{found.name}, {found.arch}"
 
     def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> DeviceWeights:

@@ -26,7 +26,7 @@ def cuda_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise BackendUnavailable(f"[cuda] {name}: {error}; {INSTALL}") from None
+        raise BackendUnavailable(f"cuda: cannot import {name}: {error}. Run: {INSTALL}") from None
 
 
 @cache
@@ -44,7 +44,7 @@ def _compiler_version() -> tuple[int, int]:
     try:
         _, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError as error:  # the shared library is not there
-        raise BackendUnavailable(f"[cuda] NVRTC: {error}; {INSTALL}") from None
+        raise BackendUnavailable(f"cuda: NVRTC is not installed: {error}. Run: {INSTALL}") from None
     return int(major), int(minor)
 
 

@@ -343,7 +343,7 @@ class DeviceDecoder:
             if heard and self._heard is not None:
                 self._heard.update(heard)
             elif not matrix.weights.multiply(stream, gemm, read, k, added, y, step.at("work")):
-                raise BackendUnavailable(f"[cuda] {rows} rows at once on {self.device.name}: its kernels take up to 64")
+                raise BackendUnavailable(f"cuda: kernels for {self.device.name} support batches up to 64, not {rows}.")
             y += 2 * rows * n
 
     def open(self, stream: int, step: StepMemory, gate_up: Sequence[DeviceMatrix], rows: int) -> None:

@@ -28,7 +28,7 @@ from billfish.backends.cuda.layout import brick_shape, group_parts
 from billfish.backends.cuda.memory import Memory, Room, address, as_tensor, fetch, room_for, room_of, send
 from billfish.backends.cuda.packed import PackedBricks
 from billfish.backends.cuda.plans import BytePlan, Gemm, byte_plan, plan
-from billfish.core.errors import DataError, complaint
+from billfish.core.errors import DataError, failure
 from billfish.core.format import Format, Planes
 from billfish.core.formats.structure import structure_of
 from billfish.core.storage import Storage
@@ -176,9 +176,7 @@ class DeviceWeights:
     def unpack(self, format: Format) -> Storage:
         """The storage that the weights were packed from, bit for bit."""
         if self.about.planes is None:
-            raise DataError(
-                complaint("unpack", "weights", "bricks of a file", "weights that were packed from a tensor")
-            )
+            raise DataError(failure("unpack", "weights that were loaded packed cannot be unpacked", "Keep the tensor."))
         room, (n, k) = self.room, self.shape
         with room.current():
             codes = room.empty(n * k)

@@ -42,7 +42,7 @@ def check(result: tuple[Any, ...], what: str) -> Any:
     """The value of a driver's call, which comes behind its error code."""
     error, *values = result
     if int(error) != 0:
-        raise (OutOfMemory if int(error) == OUT_OF_MEMORY else BillfishError)(f"[cuda] {what}: {error.name}")
+        raise (OutOfMemory if int(error) == OUT_OF_MEMORY else BillfishError)(f"cuda: {what} failed: {error.name}.")
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -71,10 +71,10 @@ def device(ordinal: int = 0) -> Device:
         error = d.cuInit(0)[0]
         count = 0 if int(error) else check(d.cuDeviceGetCount(), "cuDeviceGetCount")
     except RuntimeError as missing:  # no libcuda on this machine
-        raise BackendUnavailable(f"[cuda] no NVIDIA driver: {missing}") from None
+        raise BackendUnavailable(f"cuda: no NVIDIA driver was found ({missing}).") from None
     if int(error) or ordinal >= count:
-        found = error.name if int(error) else f"there are {count}"
-        raise BackendUnavailable(f"[cuda] no NVIDIA GPU number {ordinal}: {found}")
+        found = error.name if int(error) else f"this machine has {count}"
+        raise BackendUnavailable(f"cuda: there is no NVIDIA GPU {ordinal} ({found}).")
     handle = check(d.cuDeviceGet(ordinal), "cuDeviceGet")
 
     def attribute(name: str) -> int:
@@ -84,7 +84,7 @@ def device(ordinal: int = 0) -> Device:
     capability = (attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR"))
     name = check(d.cuDeviceGetName(100, handle), "cuDeviceGetName").split(b"\0")[0].decode()
     if capability < (8, 0):
-        raise BackendUnavailable(f"[cuda] {name} is sm_{capability[0]}{capability[1]}; the kernels need sm_80 or later")
+        raise BackendUnavailable(f"cuda: {name} is sm_{capability[0]}{capability[1]}. The kernels need sm_80 or newer.")
     shared_bytes = attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN") - STATIC_BYTES
     return Device(ordinal, name, capability, attribute("MULTIPROCESSOR_COUNT"), shared_bytes)
 
@@ -221,7 +221,7 @@ class Buffer:
         return self.__copy__()
 
     def __reduce__(self) -> Any:
-        raise TypeError("memory of a GPU is not pickled; a QuantizedTensor is, without what was packed of it")
+        raise TypeError("GPU memory cannot be pickled. Pickle the QuantizedTensor instead.")
 
     def __del__(self) -> None:
         if hasattr(self, "pointer"):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from billfish.backends.cuda.axes import Floats, Kind, describe
 from billfish.backends.cuda.layout import brick_shape, pack
-from billfish.core.errors import DataError, ShapeError, complaint
+from billfish.core.errors import DataError, ShapeError, bad_argument, failure
 from billfish.core.files import path_of, read_arrays, replacing
 from billfish.core.tensor import QuantizedTensor
 
@@ -30,16 +30,16 @@ class PackedBricks:
     def __post_init__(self) -> None:
         """Raises unless there are as many bricks as kernels will read."""
         if len(self.shape) != 2 or any(type(size) is not int or size < 0 for size in self.shape):
-            raise ShapeError(complaint("PackedBricks", "shape", self.shape, "two sizes"))
+            raise ShapeError(bad_argument("PackedBricks", "shape", self.shape, "(N, K)"))
         down, along = brick_shape(*self.shape)
         wanted = down * along * self.kind.brick_bytes
         bricks, scales = self.bricks, self.row_scale
         if bricks.dtype != np.uint8 or bricks.nbytes != wanted or not bricks.flags.c_contiguous:
-            got = f"{bricks.nbytes} bytes of {bricks.dtype} for {list(self.shape)}"
-            raise ShapeError(complaint("PackedBricks", "bricks", got, f"{wanted}"))
+            found = f"{bricks.nbytes} bytes of {bricks.dtype}"
+            raise ShapeError(bad_argument("PackedBricks", "bricks", found, f"{wanted} bytes for {list(self.shape)}"))
         if scales.dtype != np.float32 or scales.shape != self.shape[:1]:
-            got = f"{scales.dtype} of shape {scales.shape}"
-            raise ShapeError(complaint("PackedBricks", "row_scale", got, f"float32 of shape {self.shape[:1]}"))
+            value = f"{scales.dtype} of shape {scales.shape}"
+            raise ShapeError(bad_argument("PackedBricks", "row_scale", value, f"float32 of shape {self.shape[:1]}"))
 
     @classmethod
     def of(cls, tensor: QuantizedTensor) -> PackedBricks:
@@ -59,9 +59,8 @@ class PackedBricks:
             arrays = read_arrays(file)
             about = json.loads(str(arrays["about"]))
             if about.pop("layout", 1) != LAYOUT:
-                raise ValueError("of another version: pack the tensor again")
+                raise ValueError("packed by another version; pack the tensor again")
             shape, table = tuple(about.pop("shape")), tuple(about.pop("table"))
             return cls(Kind(**about, table=table), shape, arrays["bricks"], arrays["row_scale"])
         except (OSError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            got = f"{str(file)!r} ({error})"
-            raise DataError(complaint("load", "path", got, "a file that PackedBricks.save wrote")) from None
+            raise DataError(failure("load", f"{file} is no file of PackedBricks.save, or damaged ({error})")) from None

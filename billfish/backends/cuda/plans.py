@@ -415,8 +415,8 @@ def why_exact(kind: Kind, activations: str) -> str:
         if kind.scale == "ScaleE5M2":
             return "" if kind.narrow else "a row whose powers of two span more than 16 octaves"
     elif kind.element != "Int4":
-        takes = "4-bit integers and E2M1" if activations == "fp8" else "4-bit integers"
-        return f"weights of {kind.element}; {activations} takes {takes}"
+        supported = "4-bit integers and E2M1" if activations == "fp8" else "4-bit integers"
+        return f"{activations} supports weights of {supported}, not {kind.element}"
     if kind.groups > 1:
         size = BRICK // kind.groups
         return f"groups of {size}: to scale sums every {size} of K takes longer than to multiply x in 16 bits"
@@ -505,7 +505,7 @@ def why_as_it_is(gemm: Gemm, device: Device) -> str:
     if gemm.activations == "exact":
         return "nobody asked for 8 bits"
     if device.capability != (9, 0):
-        return f"{device.name} is no Hopper GPU"
+        return f"{device.name} is not a Hopper GPU"
     reason = why_exact(gemm.kind, gemm.activations)
     if reason:
         return reason

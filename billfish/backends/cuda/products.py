@@ -14,7 +14,7 @@ from billfish.backends.cuda.device_weights import ROWS_AT_ONCE, DeviceWeights, n
 from billfish.backends.cuda.driver import Buffer, copy_in, copy_out, current, device, native
 from billfish.backends.cuda.plans import BytePlan, Gemm, given_plan, why_not_given
 from billfish.core.arrays import Input
-from billfish.core.errors import BackendUnavailable
+from billfish.core.errors import BackendUnavailable, failure
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,7 +134,7 @@ def linear_numpy(
             bias_at = added.pointer
         pointers = bias_at, y_there.pointer, work.pointer
         if not weights.multiply(DEFAULT_STREAM, gemm, x_there.pointer, padded.shape[1], *pointers):
-            raise BackendUnavailable(f"[cuda] {rows} rows on {device(ordinal).name}: only for torch and CuPy arrays")
+            raise BackendUnavailable(f"cuda: {rows} rows on {device(ordinal).name} need torch or CuPy arrays.")
         copy_out(y.view(np.uint16), y_there.pointer, DEFAULT_STREAM)
     return y
 
@@ -235,7 +235,7 @@ def linear_blocks(product: Product) -> Any:
     assert isinstance(x, Input)
     reason = why_not_given(weights.kind)
     if reason:  # scales of this tensor are of another kind than those of most
-        raise BackendUnavailable(f"[cuda] {reason}")
+        raise BackendUnavailable(failure("cuda", reason))
     (n, k), (m, row_bytes) = weights.shape, x.shape
     plan = given_plan(Gemm(weights.kind, m, n, k), device(weights.room.ordinal), row_bytes // (k // BLOCK))
     if x.device == "cpu":

@@ -97,8 +97,8 @@ def find_compiler() -> Compiler:
         if found and int(found[1]) >= OLDEST_CLANG:
             return Compiler((path,), version.splitlines()[0], ("-march=x86-64-v3",) if x86 else ())
     raise BackendUnavailable(
-        f"[metal_kernel] the Metal emulator compiles kernels with clang and found neither ziglang >= "
-        f"{'.'.join(map(str, OLDEST_ZIG))} nor clang >= {OLDEST_CLANG}: {how_to_install('metal-emulator')}"
+        f"metal_kernel: the Metal emulator found no compiler: neither ziglang >= {'.'.join(map(str, OLDEST_ZIG))} "
+        f"nor clang >= {OLDEST_CLANG}. Run: {how_to_install('metal-emulator')}"
     )
 
 

@@ -14,7 +14,7 @@ from billfish.backends.emulator.program import Program
 from billfish.backends.emulator.translate import translate
 from billfish.backends.metal.signature import Signature, dtype_name, write
 from billfish.core.arrays import ADAPTERS, MlxArrays, bfloat16
-from billfish.core.errors import DTypeError, ShapeError, complaint
+from billfish.core.errors import DTypeError, ShapeError, bad_argument, type_of
 
 _MLX = MlxArrays()
 
@@ -32,7 +32,7 @@ def _array(name: str, value: Any) -> NDArray[Any]:
         return np.asarray(value, np.float32)
     if isinstance(value, np.generic):
         return np.asarray(value)
-    raise DTypeError(complaint("metal_kernel", f"inputs ({name})", f"a {type(value).__name__}", "NumPy or MLX arrays"))
+    raise DTypeError(bad_argument("metal_kernel", f"input {name}", type_of(value), "a NumPy or MLX array"))
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
@@ -42,7 +42,7 @@ def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
 
 def _three(argument: str, value: Sequence[int]) -> tuple[int, int, int]:
     if len(value) != 3 or min(value) < 1:
-        raise ShapeError(complaint("metal_kernel", argument, value, "three numbers, each 1 or more"))
+        raise ShapeError(bad_argument("metal_kernel", argument, value, "three numbers, each 1 or more"))
     x, y, z = (int(number) for number in value)
     return x, y, z
 
@@ -66,7 +66,7 @@ class metal_kernel:
         compile_options: object | None = None,
     ) -> None:
         if not output_names:
-            raise ShapeError(complaint("metal_kernel", "output_names", "none", "at least one"))
+            raise ShapeError(bad_argument("metal_kernel", "output_names", "empty", "at least one name"))
         self.name, self.source, self.header = name, source, header
         self.input_names, self.output_names = tuple(input_names), tuple(output_names)
         self.ensure_row_contiguous, self.atomic_outputs = ensure_row_contiguous, atomic_outputs
@@ -115,7 +115,7 @@ class metal_kernel:
             ("output_dtypes", output_dtypes, self.output_names),
         ):
             if len(given) != len(names):
-                raise ShapeError(complaint("metal_kernel", argument, f"{len(given)}", f"{len(names)} for {self.name}"))
+                raise ShapeError(bad_argument("metal_kernel", f"len({argument})", len(given), f"{len(names)}"))
         grid, threadgroup = _three("grid", grid), _three("threadgroup", threadgroup)
 
         arrays = [_array(name, value) for name, value in zip(self.input_names, inputs, strict=True)]

@@ -13,7 +13,7 @@ from billfish.backends.emulator.faults import CompileError, KernelFault
 from billfish.backends.emulator.report import describe
 from billfish.backends.emulator.settings import Launch, current_options, current_recording
 from billfish.backends.emulator.sites import Sites
-from billfish.core.errors import ShapeError, complaint
+from billfish.core.errors import ShapeError, bad_argument
 
 # Of a threadgroup on every Apple GPU.
 MOST_MEMORY = 32768
@@ -35,7 +35,7 @@ class Program:
             try:
                 path = kernel_library(self.translated, instrumented=instrumented, hostile=hostile, counted=counted)
             except CompileError as error:
-                raise CompileError(f"[metal_kernel] {self.name} does not compile:\n{error}") from None
+                raise CompileError(f"metal_kernel: {self.name} does not compile:\n{error}") from None
             self._libraries[key] = load(path)
         return self._libraries[key]
 
@@ -54,7 +54,9 @@ class Program:
         # As MLX and Metal have it: a threadgroup is no larger than the grid.
         threadgroup = tuple(map(min, threadgroup, grid))
         if math.prod(threadgroup) > MOST_THREADS:
-            raise ShapeError(complaint("metal_kernel", "threadgroup", threadgroup, f"at most {MOST_THREADS} threads"))
+            raise ShapeError(
+                bad_argument("metal_kernel", "threadgroup", threadgroup, f"at most {MOST_THREADS} threads")
+            )
         chosen, recording = current_options(), current_recording()
         counted = recording is not None and recording.instructions
         instrumented = chosen.check or recording is not None
@@ -98,8 +100,8 @@ class Program:
     def _too_much_memory(self, library: ctypes.CDLL, memory: int) -> KernelFault:
         parts = ", ".join(f"{v.name.decode()} {v.size}" for v in runtime.variables(library))
         return KernelFault(
-            f"[metal_kernel] {self.name}: {memory} bytes of threadgroup memory ({parts}); "
-            f"a threadgroup has {MOST_MEMORY}",
+            f"metal_kernel: {self.name} needs {memory} bytes of threadgroup memory ({parts}). "
+            f"The limit is {MOST_MEMORY}.",
             kernel=self.name,
             kind="threadgroup-memory",
         )

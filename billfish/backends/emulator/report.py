@@ -96,7 +96,7 @@ def describe(
     else:
         words = f"{who} {at}: {detail}"
     return KernelFault(
-        f"[metal_kernel] {name}: {kind}: {words}",
+        f"metal_kernel: {name}: {kind}: {words}",
         kernel=name,
         kind=kind,
         site=here,

@@ -198,7 +198,7 @@ def launch(
     with _LOCK:
         status = runtime.emulator_launch(ctypes.byref(request))
         if status < 0:
-            raise MemoryError("no memory for the threads of the Metal emulator, or for what it checks")
+            raise MemoryError("out of memory for the threads of the Metal emulator")
         fault, counters = Fault(), Counters()
         ctypes.memmove(ctypes.byref(fault), runtime.emulator_fault(), ctypes.sizeof(fault))
         ctypes.memmove(ctypes.byref(counters), runtime.emulator_counters(), ctypes.sizeof(counters))

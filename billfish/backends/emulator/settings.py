@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from billfish.backends.emulator import runtime
 from billfish.backends.emulator.counting import Instructions
-from billfish.core.errors import FormatError, complaint
+from billfish.core.errors import FormatError, bad_argument
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def options(
     hostile: what a careless compiler may do: fast mathematics, subnormal numbers flushed to zero.
     """
     if order is not None and order not in runtime.ORDERS:
-        raise FormatError(complaint("options", "order", repr(order), f"one of {', '.join(runtime.ORDERS)}"))
+        raise FormatError(bad_argument("options", "order", repr(order), f"one of {', '.join(runtime.ORDERS)}"))
     given = {"check": check, "order": order, "seed": seed, "hostile": hostile}
     chosen = replace(_OPTIONS.get(), **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     token = _OPTIONS.set(chosen)

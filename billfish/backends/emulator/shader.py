@@ -27,7 +27,7 @@ from billfish.backends.emulator.faults import CompileError
 from billfish.backends.emulator.program import MOST_THREADS, Program
 from billfish.backends.emulator.translate import ANSWERS, entry, rewrite, without_comments
 from billfish.core.arrays import bfloat16
-from billfish.core.errors import DTypeError, FormatError, ShapeError, complaint
+from billfish.core.errors import DTypeError, FormatError, ShapeError, bad_argument, failure, type_of
 
 CALL = "compile_shader"
 CASTS = {
@@ -77,7 +77,7 @@ def _closing(text: str, start: int) -> int:
         depth += (text[i] == "(") - (text[i] == ")")
         if depth == 0:
             return i
-    raise CompileError(f"[{CALL}] a bracket is not closed")
+    raise CompileError(f"{CALL}: a bracket is not closed")
 
 
 def _split(text: str) -> list[str]:
@@ -101,7 +101,7 @@ def _parameter(text: str) -> Parameter:
         kind = "emulator_pointer" if "*" in declared else "emulator_reference"
         return Parameter(name, "", kind, constant, not constant and re.search(r"\bconst\b", declared) is None)
     if attribute not in ANSWERS:
-        raise CompileError(f"[{CALL}] the emulator does not understand this parameter: {text}")
+        raise CompileError(f"{CALL}: the emulator does not understand this parameter: {text}")
     answer = ANSWERS[attribute]
     if "uint3" in answer and not re.search(r"\b\w+3\b", declared):  # a position along fewer axes
         answer = f"({answer}).{'xy' if re.search(r'[a-z]2 ', declared) else 'x'}"
@@ -138,16 +138,15 @@ class Kernel:
         """Runs it; what it writes is in the tensors."""
         torch = _torch()
         if len(arguments) != len(self.buffers):
-            takes = f"{len(self.buffers)} for {self.name}"
-            raise ShapeError(complaint(CALL, "arguments", f"{len(arguments)}", takes))
+            raise ShapeError(bad_argument(CALL, "len(arguments)", len(arguments), f"{len(self.buffers)}"))
         if threads is None:
             threads = next((a.numel() for a in arguments if isinstance(a, torch.Tensor)), None)
         grid, given = _axes("threads", threads), group_size
         group = _axes("group_size", min(grid[0], MOST_THREADS) if given is None and len(grid) == 1 else given)
         if len(grid) != len(group):
-            raise ShapeError(complaint(CALL, "group_size", group, f"as many axes as threads has, {len(grid)}"))
+            raise ShapeError(bad_argument(CALL, "group_size", group, f"{len(grid)} axes, as threads"))
         if math.prod(group) > MOST_THREADS:
-            raise ShapeError(complaint(CALL, "group_size", group, f"at most {MOST_THREADS} threads"))
+            raise ShapeError(bad_argument(CALL, "group_size", group, f"at most {MOST_THREADS} threads"))
         buffers, written = [], []
         for i, (parameter, value) in enumerate(zip(self.buffers, arguments, strict=True)):
             memory = self._memory(i, value, arg_casts)
@@ -179,15 +178,15 @@ class Kernel:
             if value.device.type == "cpu" and value.dim() == 0:
                 number = value.detach().float() if value.dtype is torch.float64 else value.detach()
                 return memory_of(number.clone())
-            raise DTypeError(complaint(CALL, where, f"a tensor on {value.device}", "a tensor on mps"))
+            raise DTypeError(bad_argument(CALL, where, f"a tensor on {value.device}", "a tensor on mps"))
         cast = casts if isinstance(casts, str) else (casts or {}).get(i)
         if cast is not None and cast not in CASTS:
-            raise FormatError(complaint(CALL, "arg_casts", repr(cast), f"one of {', '.join(CASTS)}"))
+            raise FormatError(bad_argument(CALL, "arg_casts", repr(cast), f"one of {', '.join(CASTS)}"))
         numbers = value if isinstance(value, (list, tuple)) else [value]
         kind = next((kind for kind in (int, float) if numbers and all(isinstance(n, kind) for n in numbers)), None)
         if kind is None:
-            got = f"a {type(value).__name__}" if numbers else "an empty list"
-            raise DTypeError(complaint(CALL, where, got, "a tensor, an int, a float, or a list of one of the two"))
+            found = type_of(value) if numbers else "an empty list"
+            raise DTypeError(bad_argument(CALL, where, found, "a tensor, an int, a float, or a list of them"))
         dtype = CASTS[cast] if cast else np.dtype(np.int64 if kind is int else np.float32)
         return np.asarray(numbers).astype(dtype).view(np.uint8)
 
@@ -197,8 +196,8 @@ class Library:
 
     def __init__(self, shader: str) -> None:
         if not isinstance(shader, str) or not shader.isascii():
-            got = f"a {type(shader).__name__}" if not isinstance(shader, str) else "characters that are not ASCII"
-            raise FormatError(complaint(CALL, "source", got, "text in ASCII"))
+            what = "not ASCII" if isinstance(shader, str) else type_of(shader)
+            raise FormatError(bad_argument(CALL, "source", what, "ASCII text"))
         blank = without_comments(shader)
         functions = {found["name"]: found for found in _KERNEL.finditer(blank)}
         self._kernels: dict[str, Kernel] = {}
@@ -207,7 +206,7 @@ class Library:
                 self._kernels[name] = Kernel(name, name, _parameters(blank, found), shader)
         for found in _HOST_NAME.finditer(blank):
             if found["function"] not in functions:
-                raise CompileError(f"[{CALL}] {found['name']} is an instance of no kernel: {found[0]}")
+                raise CompileError(f"{CALL}: {found['name']} names no kernel: {found[0]}")
             parameters = _parameters(blank, functions[found["function"]])
             self._kernels[found["name"]] = Kernel(found["name"], found["instance"], parameters, shader)
 
@@ -215,8 +214,8 @@ class Library:
         try:
             return self.__dict__["_kernels"][name]
         except KeyError:
-            takes = f"one of {', '.join(self.__dict__.get('_kernels', {}))}"
-            raise AttributeError(complaint(CALL, "kernel", repr(name), takes)) from None
+            known = ", ".join(self.__dict__.get("_kernels", {}))
+            raise AttributeError(failure(CALL, f"no kernel {name!r}", f"The kernels are: {known}.")) from None
 
     def __dir__(self) -> list[str]:
         return list(self._kernels)
@@ -230,7 +229,7 @@ def _parameters(text: str, head: re.Match[str]) -> list[Parameter]:
     parameters = [_parameter(part) for part in _split(text[opening + 1 : _closing(text, opening)])]
     positions = re.findall(r"\[\[\s*buffer\((\d+)\)\s*\]\]", text[opening : _closing(text, opening)])
     if positions != [str(i) for i in range(len(positions))]:
-        raise CompileError(f"[{CALL}] {head['name']}: buffers are numbered {', '.join(positions)}, not in their order")
+        raise CompileError(f"{CALL}: {head['name']}: the buffers are numbered {', '.join(positions)}, not 0, 1, 2, ...")
     return parameters
 
 
@@ -241,7 +240,7 @@ def _lines_of(found: re.Match[str]) -> str:
 def _axes(argument: str, value: int | Sequence[int] | None) -> tuple[int, ...]:
     axes = (value,) if isinstance(value, int) else tuple(value or ())
     if not 1 <= len(axes) <= 3 or min(axes) < 1:
-        raise ShapeError(complaint(CALL, argument, value, "one to three numbers, each 1 or more"))
+        raise ShapeError(bad_argument(CALL, argument, value, "one to three numbers, each 1 or more"))
     return axes
 
 

@@ -42,13 +42,13 @@ __all__ = ["MLX", "EmulatorBackend", "Kernels", "MetalBackend", "MetalProduct", 
 def has_kernels(problem: Problem) -> tuple[bool, str]:
     """Whether there are kernels for a problem, whoever runs them."""
     if element_axis(problem.format.element) is None:
-        return False, f"it has no kernels for the {problem.format.element.name} codes of {problem.format.name}"
+        return False, f"no kernels for the {problem.format.element.name} codes of {problem.format.name}"
     if not decodes_plainly(problem.format):
-        return False, f"{problem.format.name} has a way of its own to decode"
+        return False, f"no kernels for {problem.format.name}, which has a decoder of its own"
     if problem.group_size not in GROUPS and problem.group_size < problem.k:
-        return False, f"groups of {problem.group_size}; it takes {', '.join(map(str, GROUPS))}, or all of K"
+        return False, f"group_size is {problem.group_size}; supported are {', '.join(map(str, GROUPS))}, or all of K"
     if problem.activations not in ("exact", "given"):
-        return False, f"it multiplies x as it is, and activations are {problem.activations!r}"
+        return False, f"supports activations 'exact', not {problem.activations!r}"
     return True, ""
 
 
@@ -94,20 +94,20 @@ class MetalBackend(Backend):
 
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         if problem.kind != "mlx":
-            return False, f"it computes with MLX arrays, and x is a {problem.kind} array"
+            return False, f"runs on MLX arrays; x is a {problem.kind} array"
         import mlx.core as mx  # there, as x is one of its arrays
 
         if not mx.metal.is_available():
             return False, NO_METAL
         if mx.default_device().type != mx.DeviceType.gpu:
-            return False, "the default device of MLX is the CPU; mx.set_default_device(mx.gpu) changes that"
+            return False, "the default device of MLX is the CPU. Call mx.set_default_device(mx.gpu)."
         return has_kernels(problem)
 
     def usable(self) -> tuple[bool, str]:
         if sys.platform != "darwin":
-            return False, "Metal is a part of macOS"
+            return False, "Metal needs macOS"
         if importlib.util.find_spec("mlx") is None:
-            return False, f"no package mlx; {how_to_install('metal')}"
+            return False, f"mlx is not installed. Run: {how_to_install('metal')}"
         import mlx.core as mx
 
         return (True, "Apple GPU, for MLX arrays") if mx.metal.is_available() else (False, NO_METAL)
@@ -166,7 +166,7 @@ class EmulatorBackend(NumpyBackend):
 
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         if problem.device != "cpu":
-            return False, f"it computes in CPU memory, and the array is on {problem.device}"
+            return False, f"runs on arrays in CPU memory; x is on {problem.device}"
         return has_kernels(problem)
 
     def usable(self) -> tuple[bool, str]:
@@ -175,7 +175,7 @@ class EmulatorBackend(NumpyBackend):
         try:
             return True, f"kernels compiled by {find_compiler().version}; slow"
         except BackendUnavailable as error:
-            return False, str(error).removeprefix("[metal_kernel] ")
+            return False, str(error).removeprefix("metal_kernel: ")
 
     @cached_property
     def kernels(self) -> Kernels:

@@ -138,16 +138,16 @@ class MpsBackend(Backend):
 
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         if problem.device != "mps":
-            return False, f"it computes with torch tensors on mps, and x is a {problem.kind} array on {problem.device}"
+            return False, f"runs on torch tensors on mps; x is a {problem.kind} array on {problem.device}"
         if not hasattr(sys.modules["torch"].mps, "compile_shader"):
-            return False, f"this torch has no torch.mps.compile_shader, which {OLDEST_TORCH} has"
+            return False, f"torch is too old: torch.mps.compile_shader needs {OLDEST_TORCH}"
         return has_kernels(problem)
 
     def usable(self) -> tuple[bool, str]:
         if sys.platform != "darwin":
-            return False, "Metal is a part of macOS"
+            return False, "Metal needs macOS"
         if importlib.util.find_spec("torch") is None:
-            return False, "no package torch"
+            return False, "torch is not installed"
         import torch
 
         able = torch.backends.mps.is_available()

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from billfish.core.errors import DTypeError, complaint
+from billfish.core.errors import DTypeError, bad_argument
 
 # MLX passes smaller inputs in the constant address space.
 SMALLEST_DEVICE_ARRAY = 8
@@ -75,7 +75,7 @@ def type_name(argument: str, dtype: Any) -> str:
     """The type's name in Metal."""
     name = dtype_name(dtype)
     if name not in TYPES:
-        raise DTypeError(complaint("metal_kernel", argument, name, f"one of {', '.join(TYPES)}"))
+        raise DTypeError(bad_argument("metal_kernel", argument, name, f"one of {', '.join(TYPES)}"))
     return TYPES[name]
 
 

@@ -104,10 +104,10 @@ class AwqTarget(UniformTarget):
 
     def check(self, format: Format, group_size: int, planes: Planes, shape: tuple[int, ...], act_order: bool) -> None:
         if act_order:
-            raise Misfit("act-order: AWQ has no place for a permutation")
+            raise Misfit("AWQ cannot store a permutation (act-order)")
         super().check(format, group_size, planes, shape, act_order)
         if shape[1] % group_size:
-            raise Misfit(f"the last group of {group_size} is partial")
+            raise Misfit(f"K = {shape[1]} is not a multiple of the group size {group_size}")
 
     def specs(self, item: Item) -> dict[str, Spec]:
         name = item.module

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from billfish.checkpoints.entry import Entry, Matrix, Unsupported, check_part
+from billfish.checkpoints.entry import SUPPORTED, Entry, Matrix, Unsupported, check_part
 from billfish.checkpoints.safetensors_files import CALL, Stored
 from billfish.core.elements import NF4
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument, failure
 from billfish.core.files import parse_json
 from billfish.core.format import Format, get_format
 from billfish.core.storage import Array, Storage
@@ -60,9 +60,8 @@ def refuse_other_types(stored: Mapping[str, Stored], about: dict[str, Any]) -> N
     if about.get("quant_method") == "bitsandbytes":
         kinds.add("8-bit" if about.get("load_in_8bit") else str(about.get("bnb_4bit_quant_type", "8-bit")))
     if kinds - {"nf4"}:
-        got = f"bitsandbytes {', '.join(sorted(kinds - {'nf4'}))}"
-        takes = "its nf4, or another layout; bitsandbytes' fp4 is not E2M1, and its 8-bit type is not supported"
-        raise CheckpointError(complaint(CALL, "checkpoint", got, takes))
+        problem = f"bitsandbytes {', '.join(sorted(kinds - {'nf4'}))} is not supported, only nf4"
+        raise CheckpointError(failure(CALL, problem, SUPPORTED))
 
 
 def recognise(name: str, stored: Mapping[str, Stored]) -> Entry:
@@ -70,7 +69,7 @@ def recognise(name: str, stored: Mapping[str, Stored]) -> Entry:
     found = stored.get(f"{name}{STATE}nf4")
     parts = {part: stored[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in stored}
     if found is None or name not in stored or not {"absmax", "quant_map"} <= parts.keys():
-        raise CheckpointError(complaint(CALL, name, f"arrays {sorted(parts)}", "absmax and quant_map beside NF4"))
+        raise CheckpointError(failure(CALL, f"{name} has the arrays {sorted(parts)}", "NF4 has absmax and quant_map."))
     weight, state = stored[name], _state(found)
     shape, group = tuple(state["shape"]), state["blocksize"]
     n, k = math.prod(shape[:-1]), shape[-1]
@@ -84,18 +83,20 @@ def recognise(name: str, stored: Mapping[str, Stored]) -> Entry:
     if reason:
         return Unsupported(name, "bitsandbytes", reason, [weight, found, *parts.values()], shape)
     if 2 * weight.nbytes != n * k:
-        raise CheckpointError(complaint(CALL, name, f"{weight.nbytes} bytes", f"{n * k // 2} for {list(shape)}"))
+        raise CheckpointError(
+            bad_argument(CALL, f"size of {name}", f"{weight.nbytes} bytes", f"{n * k // 2} for {list(shape)}")
+        )
     blocks = n * k // group
     check_part(parts["absmax"], ("U8",) if nested else ("F32",), (blocks,))
     if nested:
         upper = -(-blocks // _positive(found, state, "nested_blocksize"))
         for part, size in (("nested_absmax", upper), ("nested_quant_map", 256)):
             if part not in parts:
-                raise CheckpointError(complaint(CALL, name, f"no {part}", "one, for double quantization"))
+                raise CheckpointError(failure(CALL, f"{name} has no {part}, which double quantization needs"))
             check_part(parts[part], ("F32",), (size,))
         offset = state.get("nested_offset")
         if not isinstance(offset, (int, float)) or abs(offset) > LARGEST_OFFSET:
-            raise CheckpointError(complaint(CALL, found.name, "no nested_offset", "a number"))
+            raise CheckpointError(bad_argument(CALL, f"nested_offset of {found.name}", repr(offset), "a number"))
     matrix = Nf4Matrix(weight, parts, shape, state)
     matrix.parts |= {found.name}
     return matrix
@@ -108,7 +109,7 @@ def _state(stored: Stored) -> dict[str, Any]:
         state = None
     shape = state.get("shape") if isinstance(state, dict) else None
     if not isinstance(shape, list) or len(shape) < 2 or not all(type(size) is int and size > 0 for size in shape):
-        raise CheckpointError(complaint(CALL, stored.name, "no shape", "JSON with shape and blocksize"))
+        raise CheckpointError(failure(CALL, f"{stored.name} is not JSON with shape and blocksize"))
     assert isinstance(state, dict)
     _positive(stored, state, "blocksize")
     return state
@@ -117,5 +118,5 @@ def _state(stored: Stored) -> dict[str, Any]:
 def _positive(stored: Stored, state: dict[str, Any], name: str) -> int:
     number = state.get(name)
     if type(number) is not int or number <= 0:
-        raise CheckpointError(complaint(CALL, stored.name, f"{name} {number!r}", "a positive number"))
+        raise CheckpointError(bad_argument(CALL, f"{name} of {stored.name}", repr(number), "a positive integer"))
     return number

@@ -40,7 +40,7 @@ from billfish.checkpoints.safetensors_files import CALL, Stored
 from billfish.checkpoints.write.recast import Misfit, holds
 from billfish.checkpoints.write.target import Item, Spec, Target, model_type
 from billfish.core.arrays import bfloat16
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument, failure
 from billfish.core.format import Format, Planes
 from billfish.core.formats.word_packing import WordFormat, pack_words
 from billfish.core.storage import Array, Storage
@@ -143,16 +143,16 @@ def recognise(module: str, parts: dict[str, Stored], weights: dict[str, Any]) ->
     """The entry for `module`, whose arrays are `parts`; `weights` is what :func:`weights_of` says."""
     name, packed = f"{module}.weight", parts["weight_packed"]
     if len(packed.shape) != 2:
-        raise CheckpointError(complaint(CALL, packed.name, f"shape {packed.shape}", "a matrix"))
+        raise CheckpointError(bad_argument(CALL, f"shape of {packed.name}", packed.shape, "a matrix"))
     if "weight_scale" not in parts:
-        raise CheckpointError(complaint(CALL, packed.name, "no weight_scale beside it", "one"))
+        raise CheckpointError(failure(CALL, f"{packed.name} has no weight_scale"))
     if packed.kind == "U8":
         return _recognise_fp4(name, parts)
     if packed.kind != "I32" or "weight_shape" not in parts:
-        raise CheckpointError(complaint(CALL, packed.name, f"type {packed.kind}", "I32 with weight_shape, or U8"))
+        raise CheckpointError(bad_argument(CALL, f"dtype of {packed.name}", packed.kind, "U8, or I32 and weight_shape"))
     shape = parts["weight_shape"]
     if shape.kind not in ("I64", "I32") or shape.shape != (2,):
-        raise CheckpointError(complaint(CALL, shape.name, f"{shape.kind} {shape.shape}", "two integers"))
+        raise CheckpointError(bad_argument(CALL, shape.name, f"{shape.kind} {shape.shape}", "I64 (2,)"))
     n, k = (int(size) for size in shape.array())
     scales = parts["weight_scale"]
     groups = scales.shape[1] if len(scales.shape) == 2 else 1
@@ -161,7 +161,7 @@ def recognise(module: str, parts: dict[str, Stored], weights: dict[str, Any]) ->
     widths = [b for b in (weights.get("num_bits"), 4, 8, *range(1, 9)) if isinstance(b, int) and 0 < b <= 8]
     bits = next((b for b in widths if k > 0 and words in (-(-k * b // 32), -(-k // (32 // b)))), 0)
     if packed.shape[0] != n or not bits:
-        raise CheckpointError(complaint(CALL, shape.name, f"[{n}, {k}]", f"what fits {packed.shape} words"))
+        raise CheckpointError(failure(CALL, f"{shape.name} is [{n}, {k}], which does not fit {packed.shape} words"))
     group = group_of(k, groups, weights.get("group_size"))
     reason = why_not(bits, k, group)
     if reason:
@@ -207,13 +207,13 @@ class CompressedTensorsTarget(Target):
 
     def check(self, format: Format, group_size: int, planes: Planes, shape: tuple[int, ...], act_order: bool) -> None:
         if len(shape) != 2:
-            raise Misfit("it is a stack of matrices")
+            raise Misfit("stacks of matrices are not supported")
         if shape[1] % group_size:
-            raise Misfit(f"the last group of {group_size} is partial")
+            raise Misfit(f"K = {shape[1]} is not a multiple of the group size {group_size}")
         if "zero" in planes and planes["zero"].dtype != np.uint8:
-            raise Misfit("its zero points are no bytes")
+            raise Misfit("its zero points are not integers of 8 bits")
         if "zero" in planes and planes["zero"].max(initial=0) >= 2**format.element.bits:
-            raise Misfit(f"a zero point of {planes['zero'].max()}")
+            raise Misfit(f"its zero point {planes['zero'].max()} has more than {format.element.bits} bits")
         if "global_scale" in planes:
             divisor_of(planes["global_scale"])
 
@@ -297,7 +297,7 @@ def divisor_of(multiplier: Array) -> NDArray[np.float32]:
         for divisor in (near, np.nextafter(near, np.float32(0)), np.nextafter(near, np.float32(np.inf))):
             if np.float32(1) / divisor == multiplier:
                 return np.array([divisor], np.float32)
-    raise Misfit("its global scale is the reciprocal of no float32, and only reciprocals are stored")
+    raise Misfit("its global scale has no exact reciprocal in float32, which the layout stores")
 
 
 def quantization_config(items: Sequence[Item]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from billfish.checkpoints.entry import Entry, Matrix, Unsupported
 from billfish.checkpoints.safetensors_files import CALL, Stored
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument
 from billfish.core.format import Format
 from billfish.core.storage import Array, Storage
 
@@ -72,17 +72,17 @@ def recognise(weight: Stored, scales: Stored, about: dict[str, Any], weights: di
         str(about.get("quant_method")), "fp8"
     )
     if len(shape) < 2 or 0 in shape:
-        raise CheckpointError(complaint(CALL, weight.name, f"shape {shape}", "a matrix beside its scales"))
+        raise CheckpointError(bad_argument(CALL, f"shape of {weight.name}", shape, "a matrix"))
     *stack, n, k = shape
     count = math.prod(stack)
     if scales.kind == "U8" and scales.shape == (*stack, n, -(-k // 32)):
         return Fp8Matrix(layout, "mxfp8", shape, weight, scales, 1, 32)
     if scales.kind not in SCALES:
-        raise CheckpointError(complaint(CALL, scales.name, f"type {scales.kind}", " or ".join(SCALES)))
+        raise CheckpointError(bad_argument(CALL, f"dtype of {scales.name}", scales.kind, " or ".join(SCALES)))
     found = _block(scales.shape, stack, n, k, _declared(about, weights))
     if found is None:
-        takes = f"one for each matrix, row or block of {shape}"
-        raise CheckpointError(complaint(CALL, scales.name, f"scales {scales.shape}", takes))
+        expected = f"one scale for each matrix, row or block of {shape}"
+        raise CheckpointError(bad_argument(CALL, f"shape of {scales.name}", scales.shape, expected))
     height, width = found
     if width < k and width % GROUP:
         reason = f"E4M3 with a scale for {width} weights of a row; `fp8` has {GROUP}, or all"

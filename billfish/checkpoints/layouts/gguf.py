@@ -102,9 +102,11 @@ def open_gguf(path: Path) -> tuple[list[MappedFile], dict[str, Entry], Metadata]
         metadata = metadata or Metadata(fields)
         for info in tensors:
             if info.name in infos:
-                raise damaged(part, f"{info.name!r} a second time", "each tensor once")
+                raise damaged(part, f"holds a second tensor {info.name!r}")
             if info.offset + info.nbytes > file.size:
-                raise damaged(part, f"a file of {file.size} bytes that ends before {info.name} does", "a whole file")
+                raise damaged(
+                    part, f"is truncated: its {file.size} bytes end within {info.name}", "Download or copy it again."
+                )
             infos[info.name] = info, _stored(file, info)
         _refuse_overlaps(part, tensors)
     assert metadata is not None
@@ -116,7 +118,7 @@ def _refuse_overlaps(path: Path, tensors: list[Info]) -> None:
     end, before = 0, ""
     for info in sorted(tensors, key=lambda info: info.offset):
         if info.nbytes and info.offset < end:
-            raise damaged(path, f"{info.name} inside of {before}", "tensors that do not overlap")
+            raise damaged(path, f"is damaged: {info.name} overlaps {before}")
         if info.nbytes:
             end, before = info.offset + info.nbytes, info.name
 
@@ -137,12 +139,14 @@ def _parts(path: Path) -> list[Path]:
         return [path]
     stem, number, count = match.groups()
     if not 1 <= int(number) <= int(count):
-        raise damaged(path, f"part {int(number)} of {int(count)}", "a part from 1 up to their count")
+        raise damaged(path, f"is named part {int(number)} of {int(count)}, which cannot be")
     parts = []
     for i in range(int(count)):
         parts.append(path.with_name(f"{stem}-{i + 1:05}-of-{count}.gguf"))
         if not parts[i].is_file():
-            raise damaged(path, f"{parts[i].name} missing", f"all {int(count)} parts beside each other")
+            raise damaged(
+                path, f"is one of {int(count)} parts, and {parts[i].name} is missing", "Put all parts into one folder."
+            )
     return parts
 
 
@@ -198,7 +202,7 @@ class GgufTarget(Target):
 
     def check(self, format: Format, group_size: int, planes: Planes, shape: tuple[int, ...], act_order: bool) -> None:
         if act_order:
-            raise Misfit("act-order: GGUF has no place for a permutation")
+            raise Misfit("GGUF cannot store a permutation (act-order)")
 
     def check_plain(self, dtype: np.dtype[Any]) -> None:
         if dtype.name not in PLAIN:

@@ -96,7 +96,7 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
     group = group_of(k, groups, config.get("group_size"))
     reason = why_not(bits, k, group) if bits else f"zero points of shape {qzeros.shape} for scales {(groups, n)}"
     if config.get("checkpoint_format") == "marlin" or config.get("is_marlin_format"):
-        reason = "GPTQ in the order of Marlin's kernels"
+        reason = "GPTQ in the layout of Marlin's kernels"
     if reason:
         return Unsupported(name, "gptq", reason, parts.values(), (n, k))
     check_part(qweight, ("I32", "U32"), (k * bits // 32, n))

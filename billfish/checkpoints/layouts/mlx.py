@@ -25,7 +25,7 @@ from billfish.checkpoints.safetensors_files import CALL, Stored
 from billfish.checkpoints.write.recast import Misfit, holds
 from billfish.checkpoints.write.target import Item, Spec, Target, model_type
 from billfish.core.arrays import bfloat16
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument, failure
 from billfish.core.format import Format, Planes
 from billfish.core.formats.affine import AffineFormat
 from billfish.core.storage import Array, Storage
@@ -60,7 +60,7 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
     own = config.get(module)
     settings: Mapping[str, Any] = ChainMap(own, config) if isinstance(own, dict) else config
     if len(weight.shape) < 2 or weight.shape[:-1] != scales.shape[:-1]:
-        raise CheckpointError(complaint(CALL, scales.name, f"shape {scales.shape}", f"rows of {weight.shape}"))
+        raise CheckpointError(bad_argument(CALL, f"shape of {scales.name}", scales.shape, f"rows of {weight.shape}"))
     mode = str(settings.get("mode", "affine"))
     if not config and "biases" not in parts:
         ratio = weight.shape[-1] / max(1, scales.shape[-1])  # of words to scales: 4 bits times the group over 32
@@ -82,17 +82,17 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
         return Unsupported(name, "mlx", reason, parts.values(), shape)
     scale_shape = (*shape[:-1], shape[-1] // group)
     if shape[-1] % group:
-        raise CheckpointError(complaint(CALL, weight.name, f"K = {shape[-1]}", f"whole groups of {group}"))
+        raise CheckpointError(bad_argument(CALL, f"K of {weight.name}", shape[-1], f"a multiple of group_size {group}"))
     if mode == "affine":
         if "biases" not in parts:
-            raise CheckpointError(complaint(CALL, weight.name, "no biases beside it", "some, for affine weights"))
+            raise CheckpointError(failure(CALL, f"{weight.name} has no biases, which affine weights need"))
         check_part(scales, FLOATS, scale_shape)
         check_part(parts["biases"], (scales.kind,), scale_shape)
         return AffineMatrix(name, parts, shape, bits, group)
     check_part(scales, ("U8",), scale_shape)
     global_scale = parts.get("global_scale")
     if global_scale is not None and (global_scale.kind != "F32" or math.prod(global_scale.shape) != 1):
-        raise CheckpointError(complaint(CALL, global_scale.name, f"shape {global_scale.shape}", "one F32"))
+        raise CheckpointError(bad_argument(CALL, f"shape of {global_scale.name}", global_scale.shape, "one F32"))
     return Fp4Matrix(name, "mlx", mode, shape, weight, scales, global_scale, "largest magnitude")
 
 
@@ -113,11 +113,11 @@ class MlxTarget(Target):
 
     def check(self, format: Format, group_size: int, planes: Planes, shape: tuple[int, ...], act_order: bool) -> None:
         if act_order:
-            raise Misfit("act-order: MLX's layers have no place for a permutation")
+            raise Misfit("MLX cannot store a permutation (act-order)")
         if shape[-1] % group_size:
-            raise Misfit(f"the last group of {group_size} is partial")
+            raise Misfit(f"K = {shape[-1]} is not a multiple of the group size {group_size}")
         if planes.get("global_scale", 1) != 1:
-            raise Misfit("MLX's layers have no global scale")
+            raise Misfit("MLX cannot store a global scale")
 
     def check_plain(self, dtype: np.dtype[Any]) -> None:
         if dtype.name not in (*TYPES, "float32"):

@@ -15,15 +15,14 @@ from typing import Any
 from billfish.checkpoints.entry import Entry, check_part
 from billfish.checkpoints.layouts.compressed_tensors import Fp4Matrix
 from billfish.checkpoints.safetensors_files import CALL, Stored
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument
 
 
 def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> Entry:
     """The entry for `module`, whose arrays are `parts`."""
     weight, scales, global_scale = (parts[name] for name in ("weight", "weight_scale", "weight_scale_2"))
     if weight.kind != "U8" or len(weight.shape) != 2:
-        got = f"{weight.kind} {weight.shape}"
-        raise CheckpointError(complaint(CALL, weight.name, got, "U8 [N, K/2] beside weight_scale_2"))
+        raise CheckpointError(bad_argument(CALL, weight.name, f"{weight.kind} {weight.shape}", "U8 [N, K/2]"))
     n, k = weight.shape[0], weight.shape[1] * 2
     check_part(scales, ("F8_E4M3",), (n, k // 16))
     check_part(global_scale, ("F32",), (1,) if global_scale.shape else ())
@@ -33,7 +32,7 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
 def recognise_blocks(name: str, blocks: Stored, scales: Stored) -> Entry:
     """The entry for gpt-oss's `name`, a stack of matrices."""
     if blocks.kind != "U8" or len(blocks.shape) < 3 or blocks.shape[-1] != 16:
-        raise CheckpointError(complaint(CALL, blocks.name, f"{blocks.kind} {blocks.shape}", "U8 [E, N, K/32, 16]"))
+        raise CheckpointError(bad_argument(CALL, blocks.name, f"{blocks.kind} {blocks.shape}", "U8 [E, N, K/32, 16]"))
     check_part(scales, ("U8",), blocks.shape[:-1])
     shape = (*blocks.shape[:-2], blocks.shape[-2] * 32)
     return Fp4Matrix(name, "gpt-oss", "mxfp4", shape, blocks, scales)

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from billfish.checkpoints.entry import Entry, Matrix
 from billfish.checkpoints.safetensors_files import CALL, Stored
 from billfish.checkpoints.write.target import Item, Spec, Target, storage_specs
-from billfish.core.errors import CheckpointError, FormatError, complaint
+from billfish.core.errors import CheckpointError, FormatError, bad_argument, failure
 from billfish.core.format import FORMATS, Format
 from billfish.core.format_tag import ABOUT, About
 from billfish.core.storage import Array, Storage
@@ -90,7 +90,7 @@ class NativeMatrix(Matrix):
             return None
         order = self.order.array().astype(np.int64)
         if not np.array_equal(np.sort(order), np.arange(self.k)):
-            raise CheckpointError(complaint(CALL, self.order.name, "not each column once", f"an order of {self.k}"))
+            raise CheckpointError(failure(CALL, f"{self.order.name} is not a permutation of {self.k} columns"))
         return order
 
 
@@ -101,30 +101,30 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
     settings = ChainMap(beside, section(section(config, "modules"), module), config)
     format, group = FORMATS.get(str(settings.get("format"))), settings.get("group_size")
     if format is None:
-        got = f"format {settings.get('format')!r} for {module}"
-        raise CheckpointError(complaint(CALL, "quantization_config", got, f"one of {', '.join(FORMATS)}"))
+        problem = f"quantization_config has the unknown format {settings.get('format')!r} for {module}"
+        raise CheckpointError(failure(CALL, problem, "`billfish formats` lists all."))
     first = format.parts({})[0]
     main = parts.get(first.name)
     odd = parts.keys() - {*format.storage_names, *BESIDE}
     if main is None or odd:
-        got = f"arrays {sorted(parts)} for {module}"
-        raise CheckpointError(complaint(CALL, module, got, f"{', '.join(format.storage_names)} for {format.name}"))
+        problem = f"{module} has the arrays {sorted(parts)}"
+        raise CheckpointError(failure(CALL, problem, f"{format.name} has {', '.join(format.storage_names)}."))
     *experts, _, _ = main.shape if len(main.shape) in (2, 3) else (0, 0, 0)
     if 0 in (*experts, *main.shape) or any(
         part.shape[: len(experts)] != (*experts,) for name, part in parts.items() if name not in (ABOUT, MARKER)
     ):
-        got = f"shapes {', '.join(f'{name} {part.shape}' for name, part in parts.items())}"
-        raise CheckpointError(complaint(CALL, main.name, got, "a matrix, or a stack of E with an axis E in each array"))
+        problem = f"{module} has the shapes {', '.join(f'{name} {part.shape}' for name, part in parts.items())}"
+        raise CheckpointError(failure(CALL, problem, "Expected a matrix, or a stack with the axis E in each array."))
     n, along_k = (main.shape[len(experts) + first.axes.index(axis)] for axis in "nk")
     shape = (n, along_k // first.items * first.run)
     if group in (-1, shape[1]) and format.whole_row_groups:
         group = shape[1]
     if group not in format.group_sizes and group != shape[1]:
-        got = f"group_size {group!r} for {module}"
-        raise CheckpointError(complaint(CALL, "quantization_config", got, f"one of {format.group_sizes}"))
+        sizes = f"one of {format.group_sizes}"
+        raise CheckpointError(bad_argument(CALL, f"group_size of {module}", repr(group), sizes))
     order = parts.get("permutation")
     if order is not None and (order.kind not in ("I32", "I64") or order.shape != (shape[1],)):
-        raise CheckpointError(complaint(CALL, order.name, f"{order.kind} {order.shape}", f"I32 ({shape[1]},)"))
+        raise CheckpointError(bad_argument(CALL, order.name, f"{order.kind} {order.shape}", f"I32 ({shape[1]},)"))
     name = module if settings.get("bare") else f"{module}.weight".removeprefix(".")
     stack = (*experts, *shape) if experts else _stack(module, shape, settings.get("shape"))
     return NativeMatrix(name, parts, format, stack, int(group))
@@ -134,7 +134,7 @@ def _read_about(stored: Stored) -> dict[str, Any]:
     try:
         return About.read(CALL, stored.array())._asdict()
     except FormatError as error:
-        raise CheckpointError(complaint(CALL, stored.name, error, "a format and its group size")) from None
+        raise CheckpointError(failure(CALL, f"{stored.name}: {str(error).removeprefix(f'{CALL}: ')}")) from None
 
 
 def _stack(module: str, shape: tuple[int, int], declared: Any) -> tuple[int, ...]:
@@ -143,8 +143,8 @@ def _stack(module: str, shape: tuple[int, int], declared: Any) -> tuple[int, ...
         return shape
     whole = isinstance(declared, list) and all(isinstance(size, int) and size > 0 for size in declared)
     if not whole or len(declared) < 2 or (math.prod(declared[:-1]), declared[-1]) != shape:
-        got = f"shape {declared!r} for {module}"
-        raise CheckpointError(complaint(CALL, "quantization_config", got, f"one that makes {shape}"))
+        argument = f"shape of {module} in quantization_config"
+        raise CheckpointError(bad_argument(CALL, argument, repr(declared), f"{shape}"))
     return tuple(declared)
 
 

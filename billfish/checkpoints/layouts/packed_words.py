@@ -13,7 +13,7 @@ from billfish.checkpoints.entry import Matrix
 from billfish.checkpoints.safetensors_files import CALL, Stored
 from billfish.checkpoints.write.recast import Misfit, narrow
 from billfish.checkpoints.write.target import Item, Misplaced, Target, is_sensitive
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, failure
 from billfish.core.format import Format, Planes, get_format
 from billfish.core.storage import Array, Storage
 
@@ -91,8 +91,8 @@ class WordMatrix(Matrix):
             return None
         order = np.argsort(g_idx, kind="stable")
         if not np.array_equal(g_idx[order], np.arange(self.k) // self.group):
-            got = f"groups other than 0..{-(-self.k // self.group) - 1} with {self.group} columns each"
-            raise CheckpointError(complaint(CALL, self.g_idx.name, got, "each group once, of the same size"))
+            groups = f"{-(-self.k // self.group)} groups of {self.group} columns"
+            raise CheckpointError(failure(CALL, f"{self.g_idx.name} does not number {groups}"))
         return order
 
     def storage(self, rows: slice, columns: slice) -> tuple[Format, Storage, int]:
@@ -169,15 +169,16 @@ class UniformTarget(Target):
 
     def check(self, format: Format, group_size: int, planes: Planes, shape: tuple[int, ...], act_order: bool) -> None:
         if len(shape) != 2:
-            raise Misfit("it is a stack of matrices")
+            raise Misfit("stacks of matrices are not supported")
         per_word = 32 // format.element.bits
         if shape[0] % per_word:
-            raise Misfit(f"N = {shape[0]} is no multiple of {per_word}: a word holds {per_word} zero points")
+            raise Misfit(f"N = {shape[0]} is not a multiple of {per_word}, the zero points of a word")
         if "zero" in planes:
             zero, last = planes["zero"].astype(np.float32), self.first_zero + 2**format.element.bits - 1
             stored = (zero == np.rint(zero)) & (zero >= self.first_zero) & (zero <= last)
             if not stored.all():
-                raise Misfit(f"a zero point of {zero[~stored].flat[0]:g}: {self.name} has {self.first_zero} to {last}")
+                odd = f"its zero point {zero[~stored].flat[0]:g}"
+                raise Misfit(f"{odd} is not an integer from {self.first_zero} to {last}, as {self.name} needs")
 
     def odd_ones(self, items: Sequence[Item]) -> Mapping[str, Misplaced]:
         quantized = [item for item in items if item.format is not None]

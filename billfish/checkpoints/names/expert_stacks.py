@@ -22,7 +22,7 @@ from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.derived import Joined, OneExpert, Renamed, SomeRows, Stacked, Turned
 from billfish.checkpoints.entry import Entry
 from billfish.checkpoints.safetensors_files import CALL
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument, failure
 from billfish.models import Architecture
 from billfish.models.architecture import EXPERT_COUNTS, ExpertFiles
 
@@ -74,7 +74,7 @@ def by_stacks(checkpoint: Checkpoint) -> Checkpoint:
             _add(found, stack, name, checkpoint.entry(name))  # its place; the whole stack follows
         members = matrices.setdefault(stack, {})
         if e in members:
-            raise CheckpointError(complaint(CALL, name, f"expert {e} twice (also {members[e]})", "each expert once"))
+            raise CheckpointError(failure(CALL, f"{name} and {members[e]} are the same expert {e}"))
         members[e] = name
     counts = _counts(checkpoint.config, matrices)
     for stack, members in matrices.items():
@@ -183,11 +183,11 @@ def _stacks_of(name: str, checkpoint: Checkpoint) -> Iterator[tuple[str, Entry]]
         yield new, entry if new == name and not isinstance(entry, Turned) else Renamed(entry, new)
         return
     if axes == 2 and "model_type" not in checkpoint.config:  # gpt-oss has such biases, in turn; nobody else has any yet
-        got, takes = "biases of gate and up together", "config.json beside them: its model_type says how their rows lie"
-        raise CheckpointError(complaint(CALL, name, got, takes))
+        problem = f"the row order of {name} is unknown without config.json"
+        raise CheckpointError(failure(CALL, problem, "Put the model's config.json into its folder."))
     rows = entry.description.shape[1]
     if rows % 2:
-        raise CheckpointError(complaint(CALL, name, f"{rows} rows", "as many of gate as of up"))
+        raise CheckpointError(bad_argument(CALL, f"number of rows of {name}", rows, "an even number, gate and up"))
     halves = (slice(0, None, 2), slice(1, None, 2)) if in_turn else (slice(0, rows // 2), slice(rows // 2, None))
     for half, new in zip(halves, parts, strict=True):
         yield new, SomeRows(entry, new, half)
@@ -205,7 +205,7 @@ def _name(block: str, projection: str, name: str) -> str:
 
 def _add(found: dict[str, tuple[str, Entry]], new: str, origin: str, entry: Entry) -> None:
     if new in found:
-        raise CheckpointError(complaint(CALL, origin, f"{new} twice (also {found[new][0]})", "each stack once"))
+        raise CheckpointError(failure(CALL, f"{origin} and {found[new][0]} are both {new}"))
     found[new] = origin, entry
 
 
@@ -224,7 +224,8 @@ def _counts(config: Mapping[str, Any], matrices: Mapping[str, Mapping[int, str]]
 
 def _merged(stack: str, members: Mapping[int, str], count: int, checkpoint: Checkpoint) -> Entry:
     """One stack of all experts."""
-    got = f"{len(members)} experts ({', '.join(map(str, sorted(members)[:8]))}{', ...' if len(members) > 8 else ''})"
+    listed = f"{', '.join(map(str, sorted(members)[:8]))}{', ...' if len(members) > 8 else ''}"
     if len(members) != count or max(members) != count - 1:
-        raise CheckpointError(complaint(CALL, stack, got, f"all {count}, from 0 to {count - 1}"))
+        problem = f"{stack} has {len(members)} experts ({listed})"
+        raise CheckpointError(failure(CALL, problem, f"Expected all {count}, 0 to {count - 1}."))
     return Stacked(stack, [checkpoint.entry(members[e]) for e in range(count)])

@@ -21,7 +21,7 @@ from billfish.checkpoints.entry import Entry
 from billfish.checkpoints.layouts.gguf import Metadata
 from billfish.checkpoints.names.expert_stacks import by_stacks
 from billfish.checkpoints.safetensors_files import CALL
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, failure
 from billfish.models import ARCHITECTURES, Architecture, of_config, of_gguf
 from billfish.models import UnknownModel as UnknownModel
 from billfish.models.architecture import EMBEDDING as EMBEDDING
@@ -32,7 +32,7 @@ from billfish.models.rope import FACTOR_TENSORS
 from billfish.models.rope import ROTARY_FACTORS as ROTARY_FACTORS
 
 INVERSE_FREQUENCIES = ".rotary_emb.inv_freq"  # old folders have it for each layer; it follows from the configuration
-TAKES = "the tensors of a decoder with gated feed-forward blocks"
+ONLY_DECODERS = "Supported are language models: decoders with gated feed-forward blocks."
 
 
 # ---- checkpoints under other names --------------------------------------------------------------------------------
@@ -56,8 +56,8 @@ def by_model_names(checkpoint: Checkpoint) -> Checkpoint:
     fields = checkpoint.metadata
     architecture = of_gguf(fields)
     if architecture is None:
-        got = f"architecture {fields.get('general.architecture')!r}"
-        raise UnknownModel(complaint(CALL, str(checkpoint.path), got, ", ".join(ARCHITECTURES)))
+        problem = f"{checkpoint.path} has the architecture {fields.get('general.architecture')!r}"
+        raise UnknownModel(failure(CALL, problem, f"Supported are {', '.join(ARCHITECTURES)}."))
     entries, origins = dict[str, Entry](), list[str]()
     for name in checkpoint:
         new, together = _folder_name(name, architecture, fields), _together(architecture, name)
@@ -70,7 +70,7 @@ def by_model_names(checkpoint: Checkpoint) -> Checkpoint:
             entries[new] = _translated(checkpoint.entry(name), name, new, architecture, fields, to_gguf=False)
             origins.append(name)
         elif name not in FACTOR_TENSORS:  # which the configuration says
-            raise UnknownModel(complaint(CALL, str(checkpoint.path), repr(name), TAKES))
+            raise UnknownModel(failure(CALL, f"{checkpoint.path} has an unknown tensor {name!r}", ONLY_DECODERS))
     view = checkpoint.view(entries, origins)
     stacked = by_stacks(view)  # where gate and up are one stack, they become two
     if stacked is not view:
@@ -94,10 +94,10 @@ def by_gguf_names(checkpoint: Checkpoint) -> Checkpoint:
             continue
         known = gguf_name(name, architecture.gguf)
         if known is None:
-            raise UnknownModel(complaint(CALL, str(checkpoint.path), repr(name), TAKES))
+            raise UnknownModel(failure(CALL, f"{checkpoint.path} has an unknown tensor {name!r}", ONLY_DECODERS))
         for new in _together(architecture, _own_name(architecture, known, fields)):
             if new in entries:
-                raise CheckpointError(complaint(CALL, name, f"{new} twice", "each tensor once"))
+                raise CheckpointError(failure(CALL, f"two tensors would be named {new}, one of them {name}"))
             entries[new] = _translated(stacked.entry(name), new, new, architecture, fields, to_gguf=True)
             origins.append(stacked.origins.get(name, name))
     if architecture.unpublished_head and HEAD in entries and config.get("tie_word_embeddings", True):
@@ -261,24 +261,24 @@ def _together(architecture: Architecture, name: str) -> list[str]:
     """The tensors of GGUF that folders have as one with `name`, in their order there."""
     layer, module, kind = _parts_of(name)
     together = next((modules for modules in architecture.joined if module in modules), (module,))
-    return [f"{layer}{each}.{kind}" if kind else f"{layer}{each}" for each in together]
+    return [f"{layer}{each}{kind}" for each in together]
 
 
 def _own_name(architecture: Architecture, name: str, fields: Mapping[str, Any]) -> str:
     layer, module, kind = _parts_of(name)
-    return f"{layer}{architecture.own_name(Fields(fields, architecture.gguf), module)}.{kind}" if layer else name
+    return f"{layer}{architecture.own_name(Fields(fields, architecture.gguf), module)}{kind}" if layer else name
 
 
 def _parts_of(name: str) -> tuple[str, str, str]:
-    """blk.N., the module, and what it is of it."""
+    """ "blk.N.", the module, and what the tensor is of it: ".weight", ".bias" or nothing."""
     within = _within_layer(name)
-    module, _, kind = within.rpartition(".")
-    return (name.removesuffix(within), module, kind) if module else (name.removesuffix(within), within, "")
+    module, dot, kind = within.rpartition(".")
+    return name.removesuffix(within), module or within, f"{dot}{kind}" if dot else ""
 
 
 def _at(checkpoint: Checkpoint, name: str) -> Entry:
     if name not in checkpoint:
-        raise CheckpointError(complaint(CALL, name, "no such tensor", "a file that has it"))
+        raise CheckpointError(failure(CALL, f"{checkpoint.path} has no tensor {name}"))
     return checkpoint.entry(name)
 
 

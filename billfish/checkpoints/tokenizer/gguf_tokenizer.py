@@ -17,7 +17,7 @@ from billfish.checkpoints.tokenizer.tokenizer import (
     Tokenizer,
     library_errors,
 )
-from billfish.core.errors import ModelError, complaint, readable
+from billfish.core.errors import ModelError, bad_argument, failure, readable
 from billfish.core.extras import require
 
 MAX_MERGES = 1 << 24  # characters of all merges together
@@ -29,9 +29,11 @@ def check_fields(metadata: Mapping[str, Any]) -> tuple[str, str]:
     """The kind of a file's tokenizer, and how it cuts; raises ModelError for others than ours."""
     model, pre = metadata.get("tokenizer.ggml.model"), str(metadata.get("tokenizer.ggml.pre", "default"))
     if model != "llama" and (model != "gpt2" or pre not in CUTS):
-        got = "no tokenizer" if model is None else f"{model!r} cut as {pre!r}"
-        takes = f"'llama', or 'gpt2' cut as {', '.join(CUTS)}"
-        raise ModelError(complaint(CALL, "tokenizer.ggml.model", got, takes))
+        if model is None:
+            raise ModelError(failure(CALL, "the GGUF file has no tokenizer (tokenizer.ggml.model)"))
+        found = f"{model!r} with the pre-tokenizer {pre!r}"
+        expected = f"'llama', or 'gpt2' with one of the pre-tokenizers {', '.join(CUTS)}"
+        raise ModelError(bad_argument(CALL, "tokenizer.ggml.model", found, expected))
     return model, pre
 
 
@@ -42,7 +44,7 @@ def read_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
     roles = _roles(metadata, len(pieces))
     with_bos = model == "llama" or pre in ("llama-bpe", "llama3", "tekken")
     with_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", with_bos)) and "bos" in roles
-    with library_errors("tokenizer.ggml", "a vocabulary that does not fit together", "a whole file"):
+    with library_errors("the tokenizer of the GGUF file is damaged"):
         if model == "gpt2":
             encoder = _byte_level(pieces, metadata["tokenizer.ggml.merges"], pre)
         else:
@@ -60,16 +62,16 @@ def _pieces(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     """The vocabulary, and the kind of each of its pieces."""
     pieces = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(pieces, list) or not set(map(type, pieces)) <= {str}:
-        got = "a list of other things" if isinstance(pieces, list) else repr(pieces)
-        raise ModelError(complaint(CALL, "tokenizer.ggml.tokens", got, "a vocabulary"))
+        found = "a list of other types" if isinstance(pieces, list) else repr(pieces)
+        raise ModelError(bad_argument(CALL, "tokenizer.ggml.tokens", found, "a list of strings, the vocabulary"))
     kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(pieces))
     if not isinstance(kinds, list) or len(kinds) != len(pieces):
-        raise ModelError(complaint(CALL, "tokenizer.ggml.token_type", "no list as long as that of tokens", "one"))
+        raise ModelError(failure(CALL, f"tokenizer.ggml.token_type is not a list of {len(pieces)} numbers"))
     if BYTE in kinds:  # of byte-level BPE, none
         spelled = (piece for piece, kind in zip(pieces, kinds, strict=True) if kind == BYTE)
         odd = next((piece for piece in spelled if not re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece)), None)
         if odd is not None:
-            raise ModelError(complaint(CALL, "tokenizer.ggml.tokens", f"{odd!r} for a byte", "such as '<0x0A>'"))
+            raise ModelError(failure(CALL, f"tokenizer.ggml.tokens has the byte {odd!r}", "Expected '<0x0A>'."))
     return pieces, kinds
 
 
@@ -78,8 +80,8 @@ def _roles(metadata: Mapping[str, Any], size: int) -> dict[str, int]:
     for role, name in ROLES.items():
         token = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if token is not None and (not isinstance(token, int) or not 0 <= token < size):
-            takes = f"a token from 0 to {size - 1}"
-            raise ModelError(complaint(CALL, f"tokenizer.ggml.{name}_token_id", repr(token), takes))
+            expected = f"0 to {size - 1}"
+            raise ModelError(bad_argument(CALL, f"tokenizer.ggml.{name}_token_id", repr(token), expected))
         if token is not None:
             roles[role] = token
     return roles
@@ -128,7 +130,7 @@ def merges_of(pieces: list[str], scores: Any) -> list[tuple[str, str]]:
                 ranked.append((-float(scores[i]), i, vocabulary[piece[:cut]], vocabulary[piece[cut:]]))
                 size += len(piece)
         if size > MAX_MERGES:
-            raise ValueError(f"pieces that merge in too many ways, such as {readable(piece)!r}")
+            raise ValueError(f"tokens that merge in too many ways, such as {readable(piece)!r}")
     ranked.sort()
     return [(pieces[left], pieces[right]) for _, _, left, right in ranked]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from billfish.core.errors import ModelError, complaint
+from billfish.core.errors import ModelError, bad_argument
 from billfish.core.extras import require
 
 _WORDS = (
@@ -54,9 +54,9 @@ def cut_of(cutter: Any) -> str:
     for name in CUTS:
         if steps == _steps(pre_tokenizer(name)):
             return name
-    got = ", then ".join(f"{kind} {setting!r}" for kind, setting in steps)
-    takes = f"one that GGUF has a name for: {', '.join(CUTS)}"
-    raise ModelError(complaint("convert", "tokenizer.json: pre_tokenizer", got, takes))
+    found = ", then ".join(f"{kind} {setting!r}" for kind, setting in steps)
+    expected = f"one that GGUF has a name for ({', '.join(CUTS)})"
+    raise ModelError(bad_argument("convert", "pre_tokenizer of tokenizer.json", found, expected))
 
 
 def _steps(cutter: Any) -> list[Step]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from billfish.core.errors import BillfishError, ModelError, complaint
+from billfish.core.errors import BillfishError, ModelError, failure
 
 CALL = "llm.load"
 # Kinds of tokens, GGUF's numbers.
@@ -26,7 +26,7 @@ HARMONY, HARMONY_ENDS, MESSAGE_END = {"<|return|>", "<|channel|>"}, {"<|return|>
 
 
 @contextmanager
-def library_errors(argument: str, got: str, takes: str) -> Iterator[None]:
+def library_errors(problem: str, fix: str = "") -> Iterator[None]:
     """What the library `tokenizers` raises becomes a ModelError. The library has no class of its own for errors, and a
     panic inside it is not even an Exception."""
     try:
@@ -34,7 +34,7 @@ def library_errors(argument: str, got: str, takes: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit, BillfishError):
         raise
     except BaseException as error:
-        raise ModelError(complaint(CALL, argument, f"{got} ({type(error).__name__}: {error})", takes)) from None
+        raise ModelError(failure(CALL, f"{problem} ({type(error).__name__}: {error})", fix)) from None
 
 
 def byte_characters() -> dict[str, int]:
@@ -80,8 +80,7 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = True, start: bool = True) -> list[int]:
         """Token ids of `text`. special: control tokens written in the text count as such. start: begin with the
         token that models expect first, where this one does."""
-        takes = "a text in Unicode, and a whole tokenizer"
-        with self._turn, library_errors("text", "what its tokenizer cannot take", takes):
+        with self._turn, library_errors("the tokenizer cannot encode the text"):
             self.encoder.encode_special_tokens = not special
             ids: list[int] = self.encoder.encode(text, add_special_tokens=False).ids
         if start and self.starts_with_bos and self.bos is not None and ids[:1] != [self.bos]:

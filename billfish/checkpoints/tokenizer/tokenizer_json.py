@@ -18,7 +18,7 @@ from billfish.checkpoints.tokenizer.tokenizer import (
     Tokenizer,
     library_errors,
 )
-from billfish.core.errors import ModelError, complaint
+from billfish.core.errors import ModelError, bad_argument, failure
 from billfish.core.extras import require
 from billfish.core.files import read_json, read_whole
 
@@ -30,9 +30,9 @@ def check_files(folder: Path) -> None:
     """Raises unless there is a tokenizer.json."""
     if not (folder / "tokenizer.json").is_file():
         others = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
-        got = f"no tokenizer.json{f', only {others[0]}' if others else ''}"
-        takes = "one, which transformers makes: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-        raise ModelError(complaint(CALL, str(folder), got, takes))
+        problem = f"{folder} has no tokenizer.json{f', only {others[0]}' if others else ''}"
+        fix = "Make one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
+        raise ModelError(failure(CALL, problem, fix))
 
 
 def read_folder(folder: Path, vocabulary: int) -> Tokenizer:
@@ -46,8 +46,8 @@ def read_folder(folder: Path, vocabulary: int) -> Tokenizer:
     known: dict[str, int] = encoder.get_vocab(with_added_tokens=True)
     size = max([vocabulary, *(token + 1 for token in known.values())])
     if size > max(vocabulary, len(known)) + MAX_GAP:
-        got = f"token {size - 1}, with {len(known)} pieces and {vocabulary} rows of the embedding"
-        raise ModelError(complaint(CALL, f"{folder / 'tokenizer.json'}", got, "tokens that rows are there for"))
+        file = folder / "tokenizer.json"
+        raise ModelError(failure(CALL, f"{file} has the token {size - 1}, and the embedding has {vocabulary} rows"))
     pieces, kinds = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
     for piece, token in known.items():
         spelled = not byte_level and re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece)
@@ -62,14 +62,14 @@ def read_folder(folder: Path, vocabulary: int) -> Tokenizer:
     ends = [token for settings in (config, generation) for token in _tokens(settings.get("eos_token_id"), size)]
     starts = about.get("add_bos_token")
     if not isinstance(starts, bool):
-        with library_errors(str(folder / "tokenizer.json"), "what cannot encode", "a file of the library tokenizers"):
+        with library_errors(f"{folder / 'tokenizer.json'} cannot encode text"):
             starts = encoder.encode("", add_special_tokens=True).ids[:1] == [roles.get("bos")]
     return Tokenizer(encoder, pieces, kinds, roles, byte_level=byte_level, starts_with_bos=starts, ends=ends)
 
 
 def _encoder(path: Path) -> Any:
     library = require("tokenizers", "llm")
-    with library_errors(str(path), "what cannot be read", "a file of the library tokenizers"):
+    with library_errors(f"the library tokenizers cannot read {path}"):
         encoder = library.Tokenizer.from_buffer(read_whole(path))
         encoder.no_truncation()
         encoder.no_padding()
@@ -83,8 +83,8 @@ def _is_byte_level(encoder: Any, folder: Path) -> bool:
     if "ByteLevel" in kinds:
         return True
     if "ByteFallback" not in kinds and "Metaspace" not in kinds:
-        takes = "ByteLevel, or ByteFallback and Metaspace of SentencePiece"
-        raise ModelError(complaint(CALL, f"{folder / 'tokenizer.json'}: decoder", ", ".join(kinds), takes))
+        expected = "ByteLevel, or ByteFallback and Metaspace, as in SentencePiece"
+        raise ModelError(bad_argument(CALL, f"decoder of {folder / 'tokenizer.json'}", ", ".join(kinds), expected))
     return False
 
 
@@ -114,7 +114,7 @@ def chat_template(folder: Path) -> str | None:
         try:
             return read_whole(file).decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(complaint(CALL, str(file), f"what cannot be read ({error})", "a text in UTF-8")) from None
+            raise ModelError(failure(CALL, f"cannot read {file}: {error}", "Expected a UTF-8 text.")) from None
     for name in ("chat_template.json", "tokenizer_config.json"):
         template = read_json(folder / name).get("chat_template")
         if isinstance(template, list):

@@ -55,7 +55,7 @@ from billfish.checkpoints.write.target import (
     safetensors_files,
 )
 from billfish.checkpoints.write.tokenizer_files import tokenizer_fields, tokenizer_files
-from billfish.core.errors import BackendUnavailable, CheckpointError, ModelError, complaint, readable
+from billfish.core.errors import BackendUnavailable, CheckpointError, ModelError, failure, readable
 from billfish.core.files import read_whole
 from billfish.core.progress import OnProgress
 from billfish.core.version import __version__
@@ -145,9 +145,9 @@ def _check_path(call: str, checkpoint: Checkpoint, path: Path, settings: Setting
     is_file = lower in OTHER_FILES or bool(difflib.get_close_matches(lower, FILES))
     if suffix not in target.suffixes or (not suffix and is_file):
         kinds = {"": "a folder"} | {suffix: f"a name that ends in {suffix}" for suffix in FILES}
-        takes = " or ".join(kinds[known] for known in target.suffixes)
+        needs = " or ".join(kinds[known] for known in target.suffixes)
         what = f"a {path.suffix} file" if suffix or is_file else "a folder"
-        raise CheckpointError(f"{call}: the output {readable(path)} is {what}. The layout {target.name} takes {takes}.")
+        raise CheckpointError(failure(call, f"the output {path} is {what}", f"The layout {target.name} needs {needs}."))
     out = path.resolve()
     inputs = [file.path.resolve() for file in checkpoint.files]
     if settings.overwrite and any(out in (file, *file.parents) for file in inputs):
@@ -159,12 +159,13 @@ def _named_for_gguf(call: str, checkpoint: Checkpoint, settings: Settings) -> Ch
     view = _for_gguf(checkpoint)
     translated = view is not checkpoint or is_gguf(checkpoint)
     if not translated and not settings.raw_names and not all(map(is_gguf_name, checkpoint)):
-        got = f"a model that GGUF has no names for here (model_type {checkpoint.config.get('model_type')!r})"
-        takes = (
-            f"{', '.join(MODEL_TYPES)} with all sizes in config.json;"
-            " --raw-names (raw_names=True) keeps the names, in a file that bf.load reads and no program runs"
+        kind = checkpoint.config.get("model_type")
+        problem = f"GGUF has no names for the tensors of {checkpoint.path} (model_type {kind!r})"
+        fix = (
+            f"Supported are {', '.join(MODEL_TYPES)}, with all sizes in config.json."
+            " --raw-names (raw_names=True) keeps the tensor names, in a file that only bf.load reads."
         )
-        raise CheckpointError(complaint(call, str(checkpoint.path), got, takes))
+        raise CheckpointError(failure(call, problem, fix))
     return view
 
 
@@ -279,12 +280,12 @@ def _tokenizer_fields(checkpoint: Checkpoint, raw_names: bool, notes: list[Remar
         return {}
     try:
         for name in _foreign(TOKENIZER, folder):
-            raise ModelError(complaint("convert", name, LINK, "a file of the model's own"))
+            raise ModelError(failure("convert", f"{name} is {LINK}", "Copy the file into the folder."))
         return typed(tokenizer_fields(folder, checkpoint.describe(EMBEDDING).shape[0]))
     except (ModelError, BackendUnavailable) as error:
         if not raw_names:
-            without = "--raw-names (raw_names=True) for a file without a tokenizer, which no program runs"
-            raise CheckpointError(f"{error}; or {without}") from error
+            without = "--raw-names (raw_names=True) writes a file without a tokenizer, which only bf.load reads."
+            raise CheckpointError(f"{error} {without}") from error
         notes.append(Remark(files[0], f"left out: {error}"))
         return {}
 
@@ -335,8 +336,8 @@ def _gguf_metadata(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Fields:
         return dict(checkpoint.metadata)
     if isinstance(checkpoint.metadata, Metadata):
         if "general.architecture" not in checkpoint.metadata:
-            got = "a GGUF file without general.architecture, as an imatrix file is"
-            raise CheckpointError(complaint("convert", str(checkpoint.path), got, "a model"))
+            problem = f"{checkpoint.path} is not a model: it has no general.architecture (an imatrix file has none)"
+            raise CheckpointError(failure("convert", problem))
         dropped = ("general.file_type", "general.quantization_version", "general.alignment")
         return {
             name: (checkpoint.metadata[name], *checkpoint.metadata.types(name))

@@ -49,7 +49,7 @@ def only_writer(call: str, out: Path) -> Iterator[Path]:
     with _open_locked(call, out, path) as file:
         earlier = _content(file, 0)
         if not (earlier.startswith(BEGINNING) or BEGINNING.startswith(earlier)):
-            what = f"{readable(path)} is a file that is not ours"
+            what = f"{readable(path)} is a file that billfish did not write"
             raise CheckpointError(f"{call}: {what}. Move it away, or choose another output.")
         known = SCRATCH.search(earlier)
         token = known[1].decode() if known else os.urandom(16).hex()
@@ -100,7 +100,7 @@ def _lock(descriptor: int) -> bool:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        warnings.warn("no locks on this file system: do not write one output twice at a time", stacklevel=2)
+        warnings.warn("This file system has no locks. Do not write the same output from two processes.", stacklevel=2)
     return True
 
 

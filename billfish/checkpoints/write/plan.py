@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,7 @@ from billfish.checkpoints.write.selection import Quantization, Rule
 from billfish.checkpoints.write.target import Item, Target, stored_types
 from billfish.core.arrays import FLOAT_NAMES, FLOATS
 from billfish.core.elements import Element, Integer, Signed
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, failure
 from billfish.core.format import Format, Planes, get_format
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array
@@ -29,6 +30,7 @@ from billfish.ops.matmul import dequantize
 from billfish.ops.quantization import quantize_matrix
 
 AGAIN = "--requantize (requantize=True)"
+ALREADY = re.compile(r"already quantized \((\w+)\)")
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def _item(checkpoint: Checkpoint, quantizable: Checkpoint, name: str, settings: 
         return _numbers(checkpoint, name, _type_asked_for(checkpoint, name, dtype, settings), settings)
     if settings.target.is_plain(name, settings.dtype):
         if settings.dtype is None:
-            made.notes.append(Remark(name, "decoded to float32, which loses nothing; --dtype chooses another type"))
+            made.notes.append(Remark(name, "decoded to float32, without loss; --dtype chooses another type"))
         return _numbers(checkpoint, name, settings.dtype or np.dtype(np.float32), settings)
     order = checkpoint.permutation(name) if about.act_order else None
     try:
@@ -140,9 +142,9 @@ def _chosen(checkpoint: Checkpoint, name: str, settings: Settings, quantization:
     if choice is None:
         raise Misfit(quantization.reason_to_leave(name, origin, about.shape))
     if about.format is not None and not settings.requantize:
-        raise Misfit(f"quantized already, to {about.format.name}; {AGAIN} does it again")
+        raise Misfit(f"already quantized ({about.format.name}); {AGAIN} quantizes it again")
     if about.format is None and (len(about.shape) < 2 or np.dtype(TYPES[about.dtype][1]).name not in FLOATS):
-        raise Misfit(f"no matrix of {FLOAT_NAMES}")
+        raise Misfit(f"not a matrix of {FLOAT_NAMES}")
     return _quantized(checkpoint, name, about.shape, *choice, settings)
 
 
@@ -173,8 +175,8 @@ def _numbers(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], settings: 
         with np.errstate(over="ignore"):
             cast = weights.astype(dtype)
         if (np.isinf(cast) & ~np.isinf(weights)).any():
-            got = f"numbers up to {np.abs(weights).max():g} for {dtype.name}"
-            raise CheckpointError(complaint("convert", name, got, "a type that holds them, such as bfloat16"))
+            problem = f"{name} overflows {dtype.name}: it has values up to {np.abs(weights).max():g}"
+            raise CheckpointError(failure("convert", problem, "Use --dtype bfloat16 or float32."))
         return cast
 
     return Item(name, None, shape, 0, {"": dtype}, False, load, lambda: None)
@@ -254,9 +256,9 @@ def _quantized(
     quantization = settings.quantization
     k = shape[-1]
     if target.is_plain(name, settings.dtype):
-        raise Misfit(f"{target.name} holds it as numbers only")
+        raise Misfit(f"{target.name} stores it unquantized only")
     if k == 0 or k % format.block_size:
-        raise Misfit(f"K = {k} is no positive multiple of {format.block_size}, as {format.name} needs")
+        raise Misfit(f"K = {k} is not a positive multiple of {format.block_size}, as {format.name} needs")
     group = format.check_group_size(call, group_size, k)
     options = format.check_options(call, {})
     specs = format.storage_spec(1, k, group, options)
@@ -300,12 +302,14 @@ def _weights(checkpoint: Checkpoint, name: str, expert: int | None = None) -> Ar
 def refuse(call: str, made: Plan, settings: Settings) -> None:
     """Raises an error, with the tensors and the reasons, if some cannot be written or none would be quantized."""
     if made.problems:
-        takes = f"what {settings.target.name} holds as it is; {AGAIN} quantizes these again, and loses something"
-        got = "; ".join(by_reason(made.problems))
-        raise CheckpointError(complaint(call, f"{len(made.problems)} tensors", got, takes))
+        count = "1 tensor" if len(made.problems) == 1 else f"{len(made.problems)} tensors"
+        problem = f"{settings.target.name} cannot store {count} without loss"
+        problem += f". {'. '.join(by_reason(made.problems))}"
+        raise CheckpointError(failure(call, problem, f"{AGAIN} quantizes again, with loss."))
     if settings.quantization and not made.quantized:
+        held = sorted({found[1] for reason in made.left.values() if (found := ALREADY.match(reason))})
+        if held:
+            problem = f"the matrices are already quantized ({', '.join(held)})"
+            raise CheckpointError(failure(call, problem, f"{AGAIN} quantizes them again, with loss."))
         reasons = by_reason((Remark(*item) for item in made.left.items()), limit=2)
-        again = any(AGAIN in reason for reason in reasons)
-        takes = f"{AGAIN} for weights that are quantized already" if again else "a checkpoint with matrices to quantize"
-        got = f"nothing to quantize ({'; '.join(reasons) or 'no tensors'})"
-        raise CheckpointError(complaint(call, "the input", got, takes))
+        raise CheckpointError(failure(call, f"nothing to quantize. {'. '.join(reasons) or 'There are no tensors'}"))

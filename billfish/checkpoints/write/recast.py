@@ -53,14 +53,14 @@ def recast(tensor: QuantizedTensor, format: Format) -> Recast:
     if source is format:
         return Recast(format, tensor.group_size, {}, None)
     if tensor.shape[1] % format.block_size:
-        raise Misfit(f"K = {tensor.shape[1]} is no multiple of {format.block_size}")
+        raise Misfit(f"K = {tensor.shape[1]} is not a multiple of {format.block_size}")
     planes = tensor.scale_planes
     kinds = {source.element.name, format.element.name}
     if kinds <= {"e2m1", "e2m1x2"} and source.group_sizes == format.group_sizes:
         return Recast(format, format.default_group_size, _fp4_scales(source, format, planes), None)
     if not all(isinstance(f.element, (Integer, Signed)) for f in (source, format)):
-        made_of = f"{format.name} is made of {format.element.name} with {format.scale} scales"
-        raise Misfit(f"{made_of}, and {source.name} of {source.element.name} with {source.scale} scales")
+        made_of = f"{format.name} stores {format.element.name} with {format.scale} scales"
+        raise Misfit(f"{made_of}, and {source.name} stores {source.element.name} with {source.scale} scales")
     group = _group_size(tensor, format)
     with np.errstate(invalid="ignore", over="ignore"):
         values = source.group_values(planes)
@@ -114,7 +114,7 @@ def _fp4_scales(source: Format, target: Format, planes: Planes) -> Planes:
     """The standards' and ggml's scale bytes mean the same but for a few."""
     odd = planes["scale"] == 255 if "mxfp4" in source.name else planes["scale"] >= 0x7F
     if odd.any():
-        raise Misfit(f"scale bytes that mean something else in {target.name}")
+        raise Misfit(f"some of its scale bytes mean another scale in {target.name}")
     return planes
 
 
@@ -125,7 +125,7 @@ def _group_size(tensor: QuantizedTensor, target: Format) -> int:
         return k
     fitting = [size for size in target.group_sizes if group % size == 0 or (group == k and k % size == 0)]
     if not fitting:
-        raise Misfit(f"groups of {group}, and {target.name} has {', '.join(map(str, target.group_sizes))}")
+        raise Misfit(f"its group size is {group}, and {target.name} has {', '.join(map(str, target.group_sizes))}")
     return max(fitting)
 
 
@@ -155,7 +155,7 @@ def _integer_planes(
             minimum = shift * scale
             exact = minimum.astype(np.float64) == shift.astype(np.float64) * scale
             if not (exact & _has_room(source, scale)).all():
-                raise Misfit("a zero point times its scale is no float32")
+                raise Misfit("a zero point times its scale is not exact in float32")
         if isinstance(target, MinimumBlock):
             return {"scale": _as_half(scale, target), "minimum": _as_half(minimum, target)}
         dtype = smallest_type(scale, minimum)
@@ -166,7 +166,7 @@ def _integer_planes(
 def _whole_numbers(zero: Floats, high: int) -> NDArray[np.uint8]:
     whole = (zero == np.rint(zero)) & (zero >= 0) & (zero <= high)
     if not whole.all():
-        raise Misfit(f"zero points other than 0 .. {high}, such as {zero[~whole].flat[0]:g}")
+        raise Misfit(f"its zero point {zero[~whole].flat[0]:g} is not an integer from 0 to {high}")
     return zero.astype(np.uint8)
 
 
@@ -189,7 +189,7 @@ def narrow(scales: Array) -> Array:
 
 def _as_half(values: Floats, target: Format) -> Array:
     if not holds(values, np.float16):
-        raise Misfit(f"{target.name} has float16 scales and minima, which do not hold them all")
+        raise Misfit(f"its scales or minima are not exact in float16, as {target.name} stores them")
     return values.astype(np.float16)
 
 

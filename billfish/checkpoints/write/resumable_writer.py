@@ -112,7 +112,7 @@ def write(
         with only_writer(call, out) as scratch:
             _write_alone(call, out, output, progress, Partial(call, out, scratch), overwrite)
     except OSError as error:
-        raise _refused(call, out, error, "Choose a place that can be written to.") from None
+        raise _refused(call, out, error, "Choose an output that can be written to.") from None
 
 
 def check_free(call: str, out: Path, folder: bool, overwrite: bool | None = None) -> None:
@@ -130,17 +130,15 @@ def _check_replaceable(call: str, out: Path, folder: bool) -> None:
     mode = out.lstat().st_mode
     kind = "folder" if folder else "file"
     if not (stat.S_ISDIR(mode) if folder else stat.S_ISREG(mode)):
-        raise CheckpointError(
-            f"{call}: {readable(out)} is no {kind} to be replaced by a {kind}. Choose another output."
-        )
+        raise CheckpointError(f"{call}: {readable(out)} is not a {kind}, so it is not replaced. Choose another output.")
     if folder:
         inside = sorted(out.iterdir())
         odd = next((path for path in inside if not path.is_file()), None)
         if odd is not None:
-            what = f"{readable(odd)} is no file of a model"
+            what = f"{readable(odd)} is not a file of a model"
             raise CheckpointError(f"{call}: {what}, so {readable(out)} is not replaced. Remove it yourself.")
         if inside and not any(path.suffix == ".safetensors" or path.name == "config.json" for path in inside):
-            what = f"{readable(out)} is no folder of a model, so it is not replaced"
+            what = f"{readable(out)} is not a model's folder, so it is not replaced"
             raise CheckpointError(f"{call}: {what}. Choose another output.")
 
 
@@ -183,7 +181,7 @@ def _errors(call: str, out: Path, output: Output, partial: Partial, resumes: boo
             raise _changed(call) from None
         present = sum(_present(partial.output / file.name, file) for file in output.files)
         whole = min(present, len(partial.digests())) if output.continues else 0
-        hint = "Make room." if error.errno in FULL else "Choose a place that can be written to."
+        hint = "Free some space." if error.errno in FULL else "Choose an output that can be written to."
         if whole:
             pieces = sum(len(file.pieces) for file in output.files)
             kept = f"{whole} of {pieces} tensors are kept in {readable(partial.path)}"
@@ -282,8 +280,9 @@ def _fill(call: str, output: Output, progress: bool | OnProgress, partial: Parti
 def _check_space(call: str, partial: Path, needed: int) -> None:
     free = shutil.disk_usage(partial).free
     if needed > free:
-        room = f"{_size(free)} free, and the output takes {_size(needed)}"
-        raise CheckpointError(f"{call}: {readable(partial.parent)} has {room}. Make room, or choose another place.")
+        room = f"{_size(free)} are free, and the output needs {_size(needed)}"
+        problem = f"no space left in {readable(partial.parent)}: {room}"
+        raise CheckpointError(f"{call}: {problem}. Free some, or choose another output.")
 
 
 def _size(nbytes: int) -> str:
@@ -437,9 +436,9 @@ class Partial:
             shutil.rmtree(self.scratch)
 
     def _foreign(self, path: Path) -> CheckpointError:
-        what = "is" if path == self.path else f"has {readable(path.name)}, which is"
+        what = "was" if path == self.path else f"has {readable(path.name)}, which was"
         return CheckpointError(
-            f"{self.call}: {readable(self.path)} {what} not ours. Move it away, or choose another output."
+            f"{self.call}: {readable(self.path)} {what} not written by billfish. Move it, or choose another output."
         )
 
 

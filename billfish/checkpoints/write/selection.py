@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.mixes import Mix
+from billfish.checkpoints.names.gguf_names import text_config
 from billfish.checkpoints.write.target import is_sensitive
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, failure
 from billfish.core.format import Format
 from billfish.models import MODEL_TYPES
 
@@ -70,22 +71,22 @@ class Quantization:
         if rule is not None:
             return f"kept by the rule '{rule.pattern.pattern}'" if rule.format is None else ""
         if not self.is_wanted(name, origin):
-            return "not found by `only`"
+            return "not matched by `only`"
         if is_sensitive(name):
             return "sensitive (embeddings, last layer, norms, routers); `keep` chooses a format"
         if len(shape) == 3 and EXPERTS.search(name):
             return ""
         if len(shape) > 2:
-            return "more than two axes, and no experts; `keep` chooses a format"
+            return "more than two axes, and not experts; `keep` chooses a format"
         if len(shape) < 2:
-            return "no matrix"
+            return "not a matrix"
         return "" if name.endswith("weight") else "not called `weight`; `keep` chooses a format"
 
     def check_statistics(self, checkpoint: Checkpoint) -> None:
         """Raises if there are statistics of another model."""
         if self.statistics is not None:
-            kind = checkpoint.config.get("model_type")
-            architecture = checkpoint.metadata.get("general.architecture") or MODEL_TYPES.get(str(kind), "")
+            kind = text_config(checkpoint.config).get("model_type")  # a folder's, also where it is seen as a GGUF file
+            architecture = MODEL_TYPES.get(str(kind)) or checkpoint.metadata.get("general.architecture", "")
             self.statistics.check_model("quantize", str(architecture), checkpoint)
 
     def settings(self, name: str, shape: tuple[int, ...], expert: int | None = None) -> tuple[str, dict[str, Any]]:
@@ -110,8 +111,8 @@ class Quantization:
         ]
         for argument, pattern in patterns:
             if not any(finds(pattern, *names) for names in origins.items()):
-                got = f"'{pattern.pattern}', which finds no tensor"
-                raise CheckpointError(complaint("quantize", argument, got, _examples(pattern.pattern, origins)))
+                problem = f"{argument} is {pattern.pattern!r}, which matches no tensor"
+                raise CheckpointError(failure("quantize", problem, _examples(pattern.pattern, origins)))
 
 
 def finds(pattern: re.Pattern[str], name: str, origin: str) -> bool:
@@ -122,4 +123,4 @@ def finds(pattern: re.Pattern[str], name: str, origin: str) -> bool:
 def _examples(pattern: str, names: Iterable[str], count: int = 3) -> str:
     """The names that look most like a pattern."""
     alike = sorted(names, key=lambda name: -SequenceMatcher(None, pattern, name).ratio())
-    return f"a pattern for names such as {', '.join(alike[:count])}"
+    return f"Close names: {', '.join(alike[:count])}."

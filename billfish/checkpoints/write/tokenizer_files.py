@@ -13,7 +13,7 @@ from billfish.checkpoints.tokenizer.pre_tokenizers import cut_of
 from billfish.checkpoints.tokenizer.tokenizer import ENDS, NORMAL, Tokenizer
 from billfish.checkpoints.tokenizer.tokenizer_json import chat_template, read_folder
 from billfish.checkpoints.write.target import json_bytes
-from billfish.core.errors import ModelError, complaint
+from billfish.core.errors import ModelError, bad_argument, failure
 
 CALL = "convert"
 FILE_ROLES = ("bos", "eos", "unk", "pad")  # those that tokenizer_config.json has a place for
@@ -40,11 +40,11 @@ def tokenizer_fields(folder: Path, vocabulary: int) -> dict[str, Any]:
     tokenizer that GGUF has no words for: with one that is nearly right, a model would be nearly right."""
     tokenizer = read_folder(folder, vocabulary)
     if len(tokenizer.pieces) > vocabulary:
-        got, takes = f"{len(tokenizer.pieces)} tokens", f"at most {vocabulary}, the rows of the embedding"
-        raise ModelError(complaint(CALL, "tokenizer.json", got, takes))
+        problem = f"tokenizer.json has {len(tokenizer.pieces)} tokens, and the embedding has {vocabulary} rows"
+        raise ModelError(failure(CALL, problem))
     about = json.loads(tokenizer.encoder.to_str())
     if about["model"].get("type") != "BPE":
-        raise ModelError(complaint(CALL, "tokenizer.json: model", about["model"].get("type"), "BPE"))
+        raise ModelError(bad_argument(CALL, "model type of tokenizer.json", about["model"].get("type"), "BPE"))
     fields = _byte_level(tokenizer, about) if tokenizer.byte_level else _sentencepiece(tokenizer, about)
     fields |= {"tokens": list(tokenizer.pieces), "token_type": list(tokenizer.kinds)}
     fields |= {f"{ROLES[role]}_token_id": token for role, token in tokenizer.roles.items()}
@@ -68,7 +68,7 @@ def _sentencepiece(tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[str, 
     the same merges."""
     model = about["model"]
     if not model.get("byte_fallback"):
-        raise ModelError(complaint(CALL, "tokenizer.json: model", "no byte_fallback", "SentencePiece's BPE, with it"))
+        raise ModelError(failure(CALL, "tokenizer.json has neither byte-level BPE nor byte_fallback"))
     normal, pieces = set[str](), list(tokenizer.pieces)
     for piece, token in model["vocab"].items():
         pieces[token] = piece  # with "▁", where GGUF has a space in some
@@ -82,8 +82,8 @@ def _sentencepiece(tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[str, 
         for merges in (model["merges"], merges_of(pieces, scores))
     )
     if set(theirs) != set(ours) or _in_turn(theirs) != _in_turn(ours):
-        takes = "all pairs that make a piece, piece after piece, as SentencePiece has them"
-        raise ModelError(complaint(CALL, "tokenizer.json: merges", "others", takes))
+        problem = "the merges of tokenizer.json are not those of a SentencePiece model, so GGUF cannot store them"
+        raise ModelError(failure(CALL, problem))
     return {"model": "llama", "scores": scores, "add_space_prefix": _space_first(about)}
 
 
@@ -113,5 +113,5 @@ def _parts(about: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return [step for step in steps if step]
 
 
-def _unknown(about: Mapping[str, Any], name: str, takes: str) -> ModelError:
-    return ModelError(complaint(CALL, f"tokenizer.json: {name}", json.dumps(about.get(name)), takes))
+def _unknown(about: Mapping[str, Any], name: str, expected: str) -> ModelError:
+    return ModelError(bad_argument(CALL, f"{name} of tokenizer.json", json.dumps(about.get(name)), expected))

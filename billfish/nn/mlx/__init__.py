@@ -3,4 +3,6 @@
 from billfish.nn.mlx.expert_layers import MarlinSwitchLinear
 from billfish.nn.mlx.linear import MarlinLinear
 
-__all__ = ["MarlinLinear", "MarlinSwitchLinear"]
+QuantizedLinear = MarlinLinear
+
+__all__ = ["MarlinLinear", "MarlinSwitchLinear", "QuantizedLinear"]

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from billfish.core.activations import LARGEST, block_size
-from billfish.core.errors import FormatError, complaint
+from billfish.core.errors import FormatError, failure
 from billfish.core.format import Format, Planes
 from billfish.core.formats.affine import AffineFormat
 from billfish.core.formats.fp4 import MicroscaledFp4
@@ -45,8 +45,7 @@ def decode(format: Format, arrays: Sequence[mx.array], group_size: int) -> mx.ar
         codes = _nibbles(storage["packed"])
         groups = {"scale": _byte_scale(format, storage["scales"], storage)}
     else:
-        takes = "a format whose storage billfish.nn.mlx.decode knows"
-        raise FormatError(complaint("MarlinLinear", "format", f"{format.name} inside mx.compile", takes))
+        raise FormatError(failure("MarlinLinear", f"the format {format.name} is not supported inside mx.compile"))
     k = codes.shape[1]
     w = mx.take(mx.array(format.element.values), codes.astype(mx.uint32))
 

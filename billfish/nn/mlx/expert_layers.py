@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from billfish.checkpoints.names.expert_stacks import by_mlx_stacks
-from billfish.core.errors import DTypeError, ShapeError, complaint
+from billfish.core.errors import DTypeError, ShapeError, bad_argument, type_of
 from billfish.core.format import get_format
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.typing import Activations, FormatLike, Method
@@ -31,9 +31,17 @@ def is_switch(module: object) -> bool:
 
 
 class MarlinSwitchLinear(MarlinLinear):
-    """y = x @ W[e].T + bias[e] for the experts e that `indices` name, with W [E, out_features, in_features] quantized.
+    """mlx-lm's SwitchLinear with quantized weights W [E, N, K]: y = x @ W[e].T + bias[e] for the experts e of
+    `indices`.
 
-    Parameters are as of MarlinLinear, each with a leading axis E.
+    Parameters are as of MarlinLinear, each with a leading axis E. :meth:`from_switch` and :meth:`from_stack` make
+    one.
+
+        >>> import mlx.core as mx
+        >>> from billfish.nn.mlx import MarlinSwitchLinear
+        >>> layer = MarlinSwitchLinear.from_stack(bf.quantize(np.ones((4, 8, 32), np.float32), "q8_0"))
+        >>> layer(mx.ones((2, 1, 1, 32)), mx.array([[0, 3], [1, 2]])).shape
+        (2, 2, 1, 8)
     """
 
     @classmethod
@@ -53,7 +61,7 @@ class MarlinSwitchLinear(MarlinLinear):
         known: further arguments of :func:`billfish.quantize` for the one stack, such as the importance of inputs.
         """
         if not is_switch(module):
-            raise DTypeError(complaint("from_switch", "module", f"a {type(module).__name__}", "mlx-lm's SwitchLinear"))
+            raise DTypeError(bad_argument("from_switch", "module", type_of(module), "mlx-lm's SwitchLinear"))
         settings: dict[str, Any] = {"method": method, **options, **known[0]}
         stack: Any = quantize(module.weight, format, group_size=group_size, **settings)
         layer = cls.from_stack(stack, module.get("bias"), activations=activations)
@@ -66,7 +74,7 @@ class MarlinSwitchLinear(MarlinLinear):
     ) -> MarlinSwitchLinear:
         """A layer with a copy of this stack. bias: [E, N]."""
         if bias is not None and tuple(bias.shape) != stack.shape[:2]:
-            raise ShapeError(complaint("from_stack", "bias", f"shape {tuple(bias.shape)}", f"{stack.shape[:2]}"))
+            raise ShapeError(bad_argument("from_stack", "bias.shape", tuple(bias.shape), f"{stack.shape[:2]}"))
         layer = cls.__new__(cls)
         layer._set_up(stack.format, stack.shape, stack.group_size, packed(stack), bias, None, activations)
         return layer
@@ -100,8 +108,8 @@ class MarlinSwitchLinear(MarlinLinear):
         """
         own_row = x.shape[:-2] == indices.shape
         if x.shape[-2] != 1 or not (own_row or x.shape[:-2] == (*indices.shape[:-1], 1)):
-            takes = f"{(*indices.shape, 1, self.in_features)}, or one row for the last axis"
-            raise ShapeError(complaint(CALL, "x", f"shape {tuple(x.shape)}", takes))
+            expected = f"{(*indices.shape, 1, self.in_features)}, or one row for all experts of a token"
+            raise ShapeError(bad_argument(CALL, "x.shape", tuple(x.shape), expected))
         ids = indices.reshape(-1, 1 if own_row else indices.shape[-1])
         rows, bias = x.reshape(ids.shape[0], x.shape[-1]), self.get("bias")
         try:

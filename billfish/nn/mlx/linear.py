@@ -19,7 +19,7 @@ from billfish.backends.cpu.experts import PackedExperts
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.core.activations import DIGITS, check_activations
 from billfish.core.arrays import FLOATS, MlxArrays, bfloat16
-from billfish.core.errors import BillfishError, DTypeError, FormatError, ShapeError, complaint
+from billfish.core.errors import BillfishError, DTypeError, FormatError, ShapeError, bad_argument, type_of
 from billfish.core.format import Format, get_format
 from billfish.core.format_tag import ABOUT, About
 from billfish.core.quantized_experts import QuantizedExperts
@@ -83,13 +83,24 @@ def _product(tensor: Any, activations: Activations) -> Any:
 
 @layer_base.register_layer
 class MarlinLinear(layer_base.MarlinLinear, Module):
-    """y = x @ W.T + bias with W [out_features, in_features] in one of billfish's formats.
+    """An MLX layer with quantized weights: y = x @ W.T + bias with W [out_features, in_features].
 
-    The layer holds the weights once: on the CPU in the form that products read. Its parameters are made when asked for:
-    the format's storage arrays under their own names (`packed`, `scales`, `blocks`, ...), bit for bit, `permutation`
-    int32 [K] where columns are stored in another order (act-order), and `about`, which says the format. A write to one
-    of them does not change the layer; `update`, `load_weights` and `set_storage` do. `bias` is an ordinary parameter.
-    All start frozen.
+    The layer holds the weights once: on the CPU in the form that products read. Its parameters are made when asked
+    for: the format's storage arrays under their own names (`packed`, `scales`, `blocks`, ...), bit for bit,
+    `permutation` int32 [K] where columns are stored in another order (act-order), and `about`, which says the format.
+    A write to one of them does not change the layer; `update`, `load_weights` and `set_storage` do. `bias` is an
+    ordinary parameter. All start frozen.
+
+    in_features, out_features, bias: as of mlx.nn.Linear. dtype: of the bias.
+    format, group_size, options: as in :func:`billfish.quantize`. activations: as in :func:`billfish.quantized_linear`.
+    act_order: whether to make room for a permutation. framework: "mlx".
+
+        >>> import mlx.core as mx
+        >>> import mlx.nn
+        >>> from billfish.nn.mlx import MarlinLinear
+        >>> layer = MarlinLinear.from_linear(mlx.nn.Linear(64, 8), "q8_0")
+        >>> layer(mx.ones((2, 64))).shape
+        (2, 8)
     """
 
     kind = "mlx"
@@ -168,8 +179,8 @@ class MarlinLinear(layer_base.MarlinLinear, Module):
         """Take other weights of the same format and shape: all storage arrays by name."""
         names = get_format(self.format).storage_names
         if storage.keys() != set(names):
-            got, takes = ", ".join(storage) or "none", f"all arrays of {self.format}: {', '.join(names)}"
-            raise FormatError(complaint("set_storage", "storage", got, takes))
+            expected = f"a dict with {', '.join(names)}, all arrays of {self.format}"
+            raise FormatError(bad_argument("set_storage", "storage", f"a dict with {', '.join(storage)}", expected))
         for name in names:
             value = storage[name]
             self[name] = value if isinstance(value, mx.array) else ARRAYS.from_numpy(np.asarray(value))
@@ -258,8 +269,8 @@ class MarlinLinear(layer_base.MarlinLinear, Module):
             return value
         if {value.dtype, wanted} == {mx.int32, mx.uint32}:  # torch layers hold words as int32
             return value.view(mx.uint32)
-        takes = f"{wanted}, or a layer made for another type; set_dtype() comes before quantizing"
-        raise DTypeError(complaint("MarlinLinear", name, f"dtype {value.dtype}", takes))
+        expected = f"{wanted}. Call set_dtype() before quantizing"
+        raise DTypeError(bad_argument("MarlinLinear", f"dtype of {name}", value.dtype, expected))
 
     def _type_of(self, name: str) -> mx.Dtype:
         return self.__dict__.setdefault("_types", {n: a.dtype for n, a in self.storage().items()})[name]
@@ -278,8 +289,8 @@ class MarlinLinear(layer_base.MarlinLinear, Module):
         whole_row = format.whole_row_groups and self.group_size == self.in_features
         matrix = kind.borrowing(format, storage, -1 if whole_row else self.group_size, call="MarlinLinear")
         if matrix.shape != self._shape:
-            got, takes = f"weights {list(matrix.shape)}", f"{list(self._shape)}"
-            raise ShapeError(complaint("MarlinLinear", ", ".join(storage), got, takes))
+            argument = f"shape of the weights ({', '.join(storage)})"
+            raise ShapeError(bad_argument("MarlinLinear", argument, list(matrix.shape), f"{list(self._shape)}"))
         self.__dict__.update({"_matrix": packed(matrix), "_order": order})
         pending.clear()
         self._replaced.clear()
@@ -312,7 +323,7 @@ class MarlinLinear(layer_base.MarlinLinear, Module):
     ) -> MarlinLinear:
         """Quantize an mlx.nn.Linear. The bias is kept as it is."""
         if not isinstance(linear, Linear):
-            raise DTypeError(complaint("from_linear", "linear", f"a {type(linear).__name__}", "an mlx.nn.Linear"))
+            raise DTypeError(bad_argument("from_linear", "linear", type_of(linear), "an mlx.nn.Linear"))
         tensor = quantize(
             linear.weight,
             format,

@@ -12,7 +12,7 @@ from mlx.nn.layers.linear import Linear
 from mlx.utils import tree_flatten
 
 from billfish.checkpoints.names.expert_stacks import by_mlx_stacks
-from billfish.core.errors import DTypeError, complaint
+from billfish.core.errors import DTypeError, failure
 from billfish.nn import layer_base
 from billfish.nn.mlx.expert_layers import (
     MarlinSwitchLinear,
@@ -81,8 +81,8 @@ def place_of(linear: Module) -> dict[str, Any]:
 
 def calibrate(model: Module, batches: Any, **_: Any) -> Any:
     """Raises: hooks, which see the inputs of layers, are torch's."""
-    takes = "None for an MLX model; statistics= takes those that bf.calibrate_checkpoint computed"
-    raise DTypeError(complaint("quantize_model", "calibrate", f"a {type(batches).__name__}", takes))
+    fix = "Pass statistics= from bf.calibrate_checkpoint."
+    raise DTypeError(failure("quantize_model", "calibrate= works with torch models, not with MLX", fix))
 
 
 def warm_layers(model: Any, dtype: str, chosen: int) -> Iterator[tuple[object, Callable[[int], None]]]:

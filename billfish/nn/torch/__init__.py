@@ -4,6 +4,8 @@ from billfish.nn.torch.expert_layers import MarlinExperts
 from billfish.nn.torch.linear import MarlinLinear
 from billfish.nn.torch.peft_registration import register_with_peft
 
-__all__ = ["MarlinExperts", "MarlinLinear"]
+QuantizedLinear = MarlinLinear
+
+__all__ = ["MarlinExperts", "MarlinLinear", "QuantizedLinear"]
 
 register_with_peft()

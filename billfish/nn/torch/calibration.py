@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from billfish.core.errors import DataError, DTypeError, complaint
+from billfish.core.errors import DataError, DTypeError, bad_argument, failure, type_of
 from billfish.core.progress import Progress
 from billfish.models import MODEL_TYPES
 from billfish.statistics.inputs import CALL, InputStatistics, Sums
@@ -21,19 +21,27 @@ from billfish.statistics.statistics import Statistics
 
 
 def calibrate(model: Any, batches: Iterable[Any], *, hessian: bool = False, progress: bool = True) -> Statistics:
-    """Statistics of the inputs of every Linear layer of a torch.nn.Module, by the names of their weights.
+    """Collect statistics of the inputs of every Linear layer of a torch model, by the names of their weights.
 
+    model: a torch.nn.Module.
     batches: what the model is called with: a mapping by keywords, a tuple or a list one after the other, all else as
     the one argument. Where a batch has an `attention_mask` [batch, tokens], tokens that it hides do not count.
     hessian: whether to keep X^T X [K, K] of each layer, too. All of them are in memory, where the inputs are.
     progress: whether to draw a bar on terminals, where `batches` has a length.
 
-    `bf.quantize_model(model, ..., statistics=...)` takes them, and so does `bf.quantize_checkpoint` for its files.
+    Returns Statistics, which :func:`billfish.quantize_model` and :func:`billfish.quantize_checkpoint` take. Raises
+    DataError for batches without tokens.
+
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8))
+        >>> known = bf.calibrate(model, [torch.ones(4, 64)], progress=False)
+        >>> int(known["0.weight"].counts)
+        4
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):
-        takes = "a torch.nn.Module; bf.calibrate_checkpoint is for files of language models"
-        raise DTypeError(complaint(CALL, "model", f"a {type(model).__name__}", takes))
+        expected = "a torch.nn.Module. For files, use bf.calibrate_checkpoint"
+        raise DTypeError(bad_argument(CALL, "model", type_of(model), expected))
     watch = Watch(model, hessian)
     total = len(batches) if isinstance(batches, Sized) else 0
     with Progress(total, "batches", enabled=progress and total > 0) as bar, watch, torch.no_grad():
@@ -108,10 +116,10 @@ class Watch:
     def found(self) -> dict[str, InputStatistics]:
         """The statistics of all matrices; raises for one that no batch came to."""
         if not self.shapes:
-            raise DataError(complaint(CALL, "model", f"a {type(self._model).__name__}", "a model with Linear layers"))
+            raise DataError(bad_argument(CALL, "model", type_of(self._model), "a model with Linear layers"))
         missing = next((name for name in self.shapes if name not in self._sums), None)
         if missing is not None:
-            raise DataError(complaint(CALL, missing, "no input in any batch", "batches that reach every layer"))
+            raise DataError(failure(CALL, f"no batch reached the layer {missing}", "Pass batches that reach it."))
         return {name: self._sums[name].finish(name) for name in self.shapes}
 
     # ---- hooks --------------------------------------------------------------------------------------------------
@@ -127,7 +135,7 @@ class Watch:
         def see(module: Any, arguments: Any, keywords: Any) -> None:
             x, chosen = [*arguments, *keywords.values()][:2]
             if chosen.shape[0] != x.shape[0]:
-                raise DataError(complaint(CALL, path, f"experts {tuple(chosen.shape)}", "[tokens, experts of each]"))
+                raise DataError(bad_argument(CALL, f"shape of experts of {path}", tuple(chosen.shape), "[tokens, k]"))
             x, chosen = self._counted(x), self._counted(chosen)
             for expert in range(module.gate_up_proj.shape[0]):
                 rows = x[(chosen == expert).any(dim=-1)]

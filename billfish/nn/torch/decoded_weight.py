@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map_only
 
-from billfish.core.errors import DTypeError, complaint
+from billfish.core.errors import DTypeError, failure
 
 
 class Layer(Protocol):
@@ -46,7 +46,7 @@ class DecodedWeight(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func._schema.is_mutable and isinstance(args[0], cls):
-            takes = "load_state_dict, set_storage, or a plain layer of to_linear()"
-            raise DTypeError(complaint("MarlinLinear", "weight", f"a write by {func}", takes))
+            fix = "Use load_state_dict or set_storage, or write to to_linear().weight."
+            raise DTypeError(failure("MarlinLinear", f"weight is read-only: it is decoded ({func})", fix))
         args, kwargs = tree_map_only(cls, cls.decode, (args, kwargs or {}))
         return func(*args, **kwargs)

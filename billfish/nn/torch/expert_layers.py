@@ -15,10 +15,11 @@ from torch import Tensor
 
 from billfish.checkpoints.names.expert_stacks import by_stacks
 from billfish.core.activations import check_activations
-from billfish.core.errors import DTypeError, FormatError, ShapeError, complaint
+from billfish.core.errors import DTypeError, FormatError, ShapeError, bad_argument, failure, type_of
 from billfish.core.format import get_format
 from billfish.core.mixture import GATES, check_gate, open_gate
 from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.renamed import renamed
 from billfish.core.torch_modes import is_watched, wants_gradient
 from billfish.core.typing import Activations, FormatLike, Gate, Method
 from billfish.nn import layer_base
@@ -71,7 +72,7 @@ class ExpertStack(QuantizedModule):
     ) -> ExpertStack:
         """A module with a copy of this stack."""
         if bias is not None and tuple(bias.shape) != stack.shape[:2]:
-            raise ShapeError(complaint("from_quantized", "bias", f"shape {tuple(bias.shape)}", f"{stack.shape[:2]}"))
+            raise ShapeError(bad_argument("from_quantized", "bias.shape", tuple(bias.shape), f"{stack.shape[:2]}"))
         there = torch.empty(0, device=device or "cpu").device
         module = cls.__new__(cls)
         weights = Weights.pack(stack, there, cls.activations)
@@ -91,7 +92,7 @@ class ExpertStack(QuantizedModule):
     def _check_rest(self, call: str, arrays: dict[str, Any]) -> None:
         bias = arrays.get("bias")
         if bias is not None and tuple(bias.shape) != self.shape[:2]:
-            raise ShapeError(complaint(call, "bias", f"shape {tuple(bias.shape)}", f"{self.shape[:2]}"))
+            raise ShapeError(bad_argument(call, "bias.shape", tuple(bias.shape), f"{self.shape[:2]}"))
 
     def extra_repr(self) -> str:
         sizes = ", ".join(map(str, self.shape))
@@ -101,27 +102,40 @@ class ExpertStack(QuantizedModule):
 
 
 class MarlinExperts(torch.nn.Module):
-    """The feed-forward part of a mixture of experts with quantized weights, by :func:`billfish.core.quantized_experts`.
+    """The feed-forward part of a mixture of experts with quantized weights, as :func:`billfish.experts` computes it.
 
-    forward: x [..., H], ids [T, k] and routing weights [T, k] -> [..., H], as transformers' modules take them.
+    `forward` takes x [..., H], ids [T, k] and routing weights [T, k], as transformers' modules do, and gives [..., H].
     Gradients go to x, to the routing weights and to the biases.
+
+    gate, up, down: the stacks, which :meth:`from_quantized` makes. hidden_act: as in :func:`billfish.experts`.
+    activations: as in :func:`billfish.quantized_linear`.
+
+        >>> import torch
+        >>> from billfish.nn.torch import MarlinExperts
+        >>> gate = up = down = bf.quantize(np.ones((4, 32, 32), np.float32), "q8_0")
+        >>> layer = MarlinExperts.from_quantized(gate, up, down, hidden_act="silu")
+        >>> ids, weights = torch.tensor([[0, 3], [1, 2]]), torch.full((2, 2), 0.5)
+        >>> layer(torch.ones(2, 32), ids, weights).shape
+        torch.Size([2, 32])
     """
 
+    @renamed("activation", "hidden_act")
     def __init__(
         self,
         gate: ExpertStack,
         up: ExpertStack,
         down: ExpertStack,
-        activation: Gate = "silu",
+        hidden_act: Gate = "silu",
         activations: Activations = "exact",
     ) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate, up, down
-        check_gate(CALL, activation)
-        self.activation: Gate = activation
+        check_gate(CALL, hidden_act)
+        self.activation: Gate = hidden_act
         self.activations = check_activations(CALL, activations)
 
     @classmethod
+    @renamed("activation", "hidden_act")
     def from_quantized(
         cls,
         gate: QuantizedExperts,
@@ -129,17 +143,21 @@ class MarlinExperts(torch.nn.Module):
         down: QuantizedExperts,
         biases: Mapping[str, Tensor | None] | None = None,
         *,
-        activation: Gate = "silu",
+        hidden_act: Gate = "silu",
         activations: Activations = "exact",
         device: torch.device | str | None = None,
     ) -> MarlinExperts:
-        """A module with a copy of these stacks. biases: by the names of PROJECTIONS."""
+        """Make a layer with a copy of these stacks.
+
+        gate, up: [E, I, H]. down: [E, H, I]. biases: by the names of PROJECTIONS, each [E, N] or None.
+        hidden_act, activations: as in :func:`billfish.experts`. device: of the layer; None is the CPU.
+        """
         given = biases or {}
         first, second, last = (
             ExpertStack.from_quantized(stack, given.get(name), device=device)
             for name, stack in zip(PROJECTIONS, (gate, up, down), strict=True)
         )
-        return cls(first, second, last, activation, activations)
+        return cls(first, second, last, hidden_act, activations)
 
     @classmethod
     def from_experts(
@@ -159,15 +177,15 @@ class MarlinExperts(torch.nn.Module):
         """
         reason = why_not(module)
         if reason:
-            got, takes = f"a {type(module).__name__}: {reason}", "transformers' experts in stacked parameters"
-            raise DTypeError(complaint("from_experts", "module", got, takes))
+            expected = f"experts of transformers in stacked parameters ({reason})"
+            raise DTypeError(bad_argument("from_experts", "module", type_of(module), expected))
         gate, up, down = (
             quantize(stack.cpu(), format, group_size=group_size, **{"method": method, **options, **own})
             for stack, own in zip(plain_stacks(module), known, strict=True)
         )
         biases = plain_biases(module)
         device = next(module.parameters()).device
-        about: dict[str, Any] = {"activation": activation_of(module), "activations": activations, "device": device}
+        about: dict[str, Any] = {"hidden_act": activation_of(module), "activations": activations, "device": device}
         return cls.from_quantized(gate, up, down, biases, **about).train(module.training)  # type: ignore[arg-type]
 
     @property
@@ -242,7 +260,8 @@ def activation_of(module: Any) -> Gate:
     for name in GATES:
         if np.allclose(theirs, open_gate(gate.numpy(), up.numpy(), name), rtol=1e-5, atol=1e-5):
             return name  # type: ignore[return-value]  # one of them
-    raise FormatError(complaint(CALL, "activation", f"that of {type(module).__name__}", " or ".join(map(repr, GATES))))
+    problem = f"the activation of {type(module).__name__} is not supported"
+    raise FormatError(failure(CALL, problem, f"Supported are {', '.join(GATES)}."))
 
 
 def plain_stacks(module: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -326,7 +345,7 @@ def layer_of_stacks(
         up,
         down,
         dict(zip(PROJECTIONS, biases, strict=True)),
-        activation=activation_of(module),
+        hidden_act=activation_of(module),
         activations=activations,
         device=None if device.type == "meta" else device,
     )

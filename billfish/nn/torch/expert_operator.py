@@ -70,7 +70,7 @@ def run_block(
         down,
         ids,
         routing,
-        activation=activation,
+        hidden_act=activation,
         gate_up_biases=tuple(biases[:2]),
         down_biases=biases[2],
         activations=check_activations("MarlinExperts", activations),

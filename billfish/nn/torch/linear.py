@@ -10,7 +10,7 @@ from torch import Tensor
 
 from billfish.backends.base import Direct
 from billfish.core.activations import check_activations
-from billfish.core.errors import DTypeError, ShapeError, complaint
+from billfish.core.errors import DTypeError, ShapeError, bad_argument, failure, type_of
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.torch_modes import is_watched, wants_gradient, wants_numbers_alone
 from billfish.core.typing import Activations, AnyArray, FormatLike, Method
@@ -57,12 +57,24 @@ def device_of(device: torch.device | str | None) -> torch.device:
 
 @layer_base.register_layer
 class MarlinLinear(layer_base.MarlinLinear, QuantizedModule):
-    """y = x @ W.T + bias with W [out_features, in_features] in one of billfish's formats.
+    """A torch layer with quantized weights: y = x @ W.T + bias with W [out_features, in_features].
 
     The layer holds the weights packed for its device, once. A state dict has the format's storage arrays, bit for bit
     (:class:`QuantizedModule`), and `permutation` int32 [K] where columns are stored in another order (act-order). The
-    bias is an ordinary parameter.
-    `.to(dtype)`, `.half()` and the like convert the bias and leave the weights: another type would be other weights.
+    bias is an ordinary parameter. `.to(dtype)`, `.half()` and the like convert the bias and leave the weights: another
+    type would be other weights.
+
+    in_features, out_features, bias: as of torch.nn.Linear. device, dtype: of the layer, and of its bias.
+    format, group_size, options: as in :func:`billfish.quantize`. activations: as in :func:`billfish.quantized_linear`.
+    act_order: whether to make room for a permutation. framework: "torch".
+
+        >>> import torch
+        >>> from billfish.nn.torch import MarlinLinear
+        >>> layer = MarlinLinear.from_linear(torch.nn.Linear(64, 8), "q8_0")
+        >>> layer
+        MarlinLinear(in_features=64, out_features=8, bias=True, format=q8_0, group_size=32, bits=8.5)
+        >>> layer.quantized().shape, layer(torch.ones(2, 64)).shape
+        ((8, 64), torch.Size([2, 8]))
     """
 
     kind = "torch"
@@ -148,10 +160,16 @@ class MarlinLinear(layer_base.MarlinLinear, QuantizedModule):
         activations: Activations = "exact",
         **options: str,
     ) -> MarlinLinear:
-        """Quantize a torch.nn.Linear, on the device it is on. The bias is kept as it is, not copied."""
+        """Quantize a torch.nn.Linear, on the device it is on. The bias is kept as it is, not copied.
+
+        format, group_size, method, importance, hessian, options: as in :func:`billfish.quantize`. activations: as in
+        :func:`billfish.quantized_linear`.
+        """
         if not isinstance(linear, torch.nn.Linear):
-            raise DTypeError(complaint("from_linear", "linear", f"a {type(linear).__name__}", "a torch.nn.Linear"))
+            raise DTypeError(bad_argument("from_linear", "linear", type_of(linear), "a torch.nn.Linear"))
         weight = linear.weight.detach()
+        if weight.is_meta:
+            raise DTypeError(failure("from_linear", "the layer is on 'meta', without weights", "Load them first."))
         tensor = quantize(
             weight if weight.is_cuda else weight.cpu(),
             format,
@@ -294,7 +312,7 @@ class MarlinLinear(layer_base.MarlinLinear, QuantizedModule):
         n, k = self.out_features, self.in_features
         bias, order = arrays.get("bias"), arrays.get(ORDER)
         if bias is not None and tuple(bias.shape) != (n,):
-            raise ShapeError(complaint(call, "bias", f"shape {tuple(bias.shape)}", f"({n},)"))
+            raise ShapeError(bad_argument(call, "bias.shape", tuple(bias.shape), f"({n},)"))
         if order is not None and not order.is_meta:
             layer_base.check_order(call, order_array(order), k, self.features or self.all_features)
 

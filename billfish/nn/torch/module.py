@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from billfish.backends.base import Direct
-from billfish.core.errors import BillfishError, DTypeError, FormatError, ShapeError, complaint
+from billfish.core.errors import BillfishError, DTypeError, FormatError, ShapeError, bad_argument, failure
 from billfish.core.format_tag import ABOUT, About
 from billfish.core.typing import Activations
 from billfish.nn.torch.weights import META, Weights, shape_of, to_numpy, to_torch
@@ -100,8 +100,8 @@ class QuantizedModule(torch.nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises for a storage array by name, which would change nothing."""
         if name in self.__dict__.get("storage_names", ()) and name not in self._buffers:
-            got, takes = "another array", "all arrays together: set_storage, or load_state_dict"
-            raise DTypeError(complaint(type(self).__name__, name, got, takes))
+            fix = "Set all arrays together: set_storage or load_state_dict."
+            raise DTypeError(failure(type(self).__name__, f"{name} cannot be assigned alone", fix))
         super().__setattr__(name, value)
 
     @property
@@ -122,8 +122,8 @@ class QuantizedModule(torch.nn.Module):
         """Take other weights of the same format and shape: all storage arrays by name, tensors or NumPy arrays."""
         call = "set_storage"
         if storage.keys() != set(self.storage_names):
-            got, takes = ", ".join(storage) or "none", ", ".join(self.storage_names)
-            raise FormatError(complaint(call, "storage", got, f"all arrays of {self.format}: {takes}"))
+            expected = f"a dict with {', '.join(self.storage_names)}, all arrays of {self.format}"
+            raise FormatError(bad_argument(call, "storage", f"a dict with {', '.join(storage)}", expected))
         arrays = {name: storage[name] for name in self.storage_names}
         arrays = {name: a if isinstance(a, Tensor) else to_torch(np.asarray(a)) for name, a in arrays.items()}
         self._check_storage(call, arrays)
@@ -140,8 +140,8 @@ class QuantizedModule(torch.nn.Module):
         storage = {name: _described(call, name, arrays[name]) for name in self.storage_names}
         shape, _ = shape_of(call, weights.format, storage, weights._group())
         if shape != weights.shape:
-            got, takes = f"weights {list(shape)}", f"{list(weights.shape)}"
-            raise ShapeError(complaint(call, ", ".join(storage), got, takes))
+            argument = f"shape of the weights ({', '.join(storage)})"
+            raise ShapeError(bad_argument(call, argument, list(shape), f"{list(weights.shape)}"))
 
     def _check_rest(self, call: str, arrays: dict[str, Any]) -> None:
         """Raises unless everything beside the storage fits."""
@@ -247,5 +247,5 @@ def _described(call: str, name: str, tensor: Any) -> NDArray[Any]:
     try:
         return np.broadcast_to(np.zeros((), to_numpy(torch.empty(0, dtype=tensor.dtype)).dtype), tuple(tensor.shape))
     except (AttributeError, TypeError):
-        got = str(getattr(tensor, "dtype", type(tensor).__name__))
-        raise DTypeError(complaint(call, name, got, "a tensor of a type that storage has")) from None
+        found = str(getattr(tensor, "dtype", type(tensor).__name__))
+        raise DTypeError(bad_argument(call, f"dtype of {name}", found, "a type that NumPy has")) from None

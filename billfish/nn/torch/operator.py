@@ -14,7 +14,7 @@ from torch import Tensor
 
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.core.activations import check_activations
-from billfish.core.errors import DTypeError, complaint
+from billfish.core.errors import DTypeError, bad_argument
 from billfish.core.tensor import QuantizedTensor
 from billfish.nn.torch.weights import matrix_of
 from billfish.ops.matmul import dequantize, quantized_linear
@@ -118,5 +118,5 @@ def _vmap(
     info: Any, in_dims: tuple[Any, ...], x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any
 ) -> Any:
     if in_dims[0] is None or in_dims[2] is not None or any(dim is not None for dim in in_dims[1]):
-        raise DTypeError(complaint("MarlinLinear", "vmap", f"in_dims {in_dims}", "a batch of x, and of nothing else"))
+        raise DTypeError(bad_argument("MarlinLinear", "in_dims of vmap", in_dims, "a batch dimension of x alone"))
     return LINEAR(x.movedim(in_dims[0], 0), weights, bias, *rest), 0

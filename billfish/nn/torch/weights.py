@@ -272,7 +272,7 @@ def matrix_of(tensors: Sequence[Tensor], format: str, shape: tuple[int, ...], gr
     name, _, about = form.partition(":")
     if not name:
         raise BackendUnavailable(
-            "[MarlinLinear] a saved graph has no weights of this layer: save it on the CPU or cuda"
+            "MarlinLinear: the saved graph does not contain the weights of this layer. Save it on the CPU or cuda."
         )
     key = name, place_name(tensors[0].device)
     matrix = _matrix(get_format(format), shape, group_size, key, BACKENDS[name].from_tensors(tensors, about))

@@ -1,7 +1,7 @@
 """billfish in vLLM: the quantization method `billfish`, which vLLM finds by the entry point `vllm.general_plugins`.
 
 vllm serve FOLDER                             # a folder that billfish wrote
-vllm serve FOLDER --quantization billfish     # GPTQ, AWQ, compressed-tensors and every other layout of bf.load
+vllm serve FOLDER --quantization billfish     # GPTQ, AWQ, compressed-tensors and every other layout
 
 checkpoint_folder.py      the quantized matrices of a folder, from headers
 shares.py                 which rows and columns of them a rank has

@@ -9,9 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from billfish.checkpoints import Checkpoint, load
+from billfish.checkpoints import Checkpoint, open_checkpoint
+from billfish.checkpoints.entry import SUPPORTED
 from billfish.checkpoints.names.expert_stacks import by_stacks
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, failure
 
 CALL = "billfish.nn.vllm"
 
@@ -30,9 +31,9 @@ class Matrix(NamedTuple):
 def open_folder(path: str) -> Checkpoint:
     """The checkpoint of a model's folder, with all experts as stacks."""
     if not Path(path).is_dir():
-        takes = "a model's folder on this machine; `hf download` makes one of a name on the hub"
-        raise CheckpointError(complaint(CALL, "model", path, takes))
-    return by_stacks(load(os.fspath(path)))
+        problem = f"{path} is not a folder on this machine"
+        raise CheckpointError(failure(CALL, problem, "Download the model: hf download ORG/NAME --local-dir DIR"))
+    return by_stacks(open_checkpoint(os.fspath(path)))
 
 
 def matrices_of(checkpoint: Checkpoint) -> dict[str, Matrix]:
@@ -41,14 +42,14 @@ def matrices_of(checkpoint: Checkpoint) -> dict[str, Matrix]:
     for name in checkpoint:
         about = checkpoint.describe(name)
         if about.unsupported:
-            raise CheckpointError(complaint(CALL, name, about.unsupported, "formats that `billfish formats` lists"))
+            raise CheckpointError(failure(CALL, f"{name} is not supported: {about.unsupported}", SUPPORTED))
         if about.format is not None:
             reordered = checkpoint.is_reordered(name)
             matrix = Matrix(name, about.format.name, about.shape, about.column_step, reordered)
             found[name.removesuffix(".weight")] = matrix
     if not found:
-        takes = f"quantized ones: billfish quantize {checkpoint.path} OUT --format fp4"
-        raise CheckpointError(complaint(CALL, "model", "a folder without quantized matrices", takes))
+        problem = f"{checkpoint.path} has no quantized matrices"
+        raise CheckpointError(failure(CALL, problem, f"Run: billfish quantize {checkpoint.path} OUT --format fp4"))
     return found
 
 

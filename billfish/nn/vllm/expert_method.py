@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from billfish.core.errors import FormatError, complaint
+from billfish.core.errors import FormatError, failure
 from billfish.core.typing import Activations, Gate
 from billfish.nn.torch.expert_layers import MarlinExperts
 from billfish.nn.vllm.checkpoint_folder import CALL, Matrix, open_folder
@@ -51,7 +51,7 @@ class BillfishExpertsMethod(FusedMoEMethodBase):
             for stack, (rows, columns) in zip(self.stacks, spans, strict=True)
         )
         block = MarlinExperts.from_quantized(
-            gate, up, down, activation=self.activation, activations=self.activations, device=self.device
+            gate, up, down, hidden_act=self.activation, activations=self.activations, device=self.device
         )
         layer.add_module("billfish", block)
 
@@ -72,17 +72,17 @@ class BillfishExpertsMethod(FusedMoEMethodBase):
 
 
 def gate_of(layer: Any) -> Gate:
-    """Our name of the activation that opens a layer's gates; raises for a mixture that we do not compute."""
-    got = ""
+    """Return our name of a layer's activation. Raise FormatError for experts that are not supported."""
+    problem = ""
     if layer.activation.value not in GATES:
-        got = f"the activation {layer.activation.value!r}"
+        problem = f"the activation {layer.activation.value!r}"
     elif layer.apply_router_weight_on_input:
-        got = "routing weights that x is multiplied with"
+        problem = "routing weights that multiply the input"
     elif layer.moe_config.has_bias:
-        got = "experts with biases"
-    if got:
-        takes = f"{' or '.join(GATES)}, without biases, and routing weights that y is multiplied with"
-        raise FormatError(complaint(CALL, layer.layer_name, got, takes))
+        problem = "experts with biases"
+    if problem:
+        fix = f"Supported are {' or '.join(GATES)}, without biases, and routing weights that multiply the output."
+        raise FormatError(failure(CALL, f"{layer.layer_name} has {problem}", fix))
     return GATES[layer.activation.value]
 
 
@@ -92,6 +92,6 @@ def local_experts(layer: Any) -> Span:
         return 0, layer.global_num_experts
     own = (layer.expert_map >= 0).nonzero().flatten().tolist()
     if own != list(range(own[0], own[-1] + 1)):
-        takes = "neighbours: --expert-placement-strategy linear"
-        raise FormatError(complaint(CALL, layer.layer_name, f"the experts {own} for a rank", takes))
+        problem = f"{layer.layer_name} has the experts {own} on one rank, which are not consecutive"
+        raise FormatError(failure(CALL, problem, "Start vLLM with --expert-placement-strategy linear."))
     return own[0], own[-1] + 1

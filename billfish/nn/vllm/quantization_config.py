@@ -15,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models.utils import WeightsMapper
 
 from billfish.core.activations import check_activations
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, failure
 from billfish.core.typing import Activations
 from billfish.nn.vllm.checkpoint_folder import CALL, Matrix, matrices_of, open_folder, patterns_of_arrays
 from billfish.nn.vllm.expert_method import BillfishExpertsMethod
@@ -84,13 +84,12 @@ class BillfishConfig(QuantizationConfig):
         return WeightsMapper(orig_to_new_regex={re.compile(f"^(?:{'|'.join(patterns)})$"): None})
 
     def _refuse_others(self) -> None:
-        """Raises if no layer has asked for some matrix: vLLM would go on with random numbers in its place."""
+        """Raise CheckpointError if no layer uses a matrix: vLLM would go on with random weights."""
         left = [path for path in self.matrices if path not in self.placed and not is_beyond(path, self.layers)]
         if left and get_pp_group().world_size == 1:  # else other processes have other layers
-            more = f", as for {len(left) - 1} others" if left[1:] else ""
-            got = f"a {self.matrices[left[0]].format} matrix that no layer of vLLM's model asks for{more}"
-            takes = "matrices of linear layers, embeddings, heads and gated experts; `--keep` leaves others as numbers"
-            raise CheckpointError(complaint(CALL, left[0], got, takes))
+            more = f" (nor {len(left) - 1} others)" if left[1:] else ""
+            problem = f"no layer of vLLM's model uses the {self.matrices[left[0]].format} matrix {left[0]}{more}"
+            raise CheckpointError(failure(CALL, problem, "Leave it unquantized: billfish quantize --keep."))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if isinstance(layer, VocabParallelEmbedding):

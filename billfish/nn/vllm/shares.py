@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from billfish.checkpoints import Checkpoint
-from billfish.core.errors import FormatError, ShapeError, complaint
+from billfish.core.errors import FormatError, ShapeError, bad_argument, failure
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import QuantizedTensor, join_rows, why_not_joined
 from billfish.nn.vllm.checkpoint_folder import CALL, Matrix
@@ -64,8 +64,8 @@ def all_or_none(path: str, names: list[str], matrices: dict[str, Matrix]) -> lis
     """The names if all of them are quantized; raises if only some are, which vLLM has in one layer."""
     missing = [name for name in names if name not in matrices]
     if missing and missing != names:
-        got = f"{missing[0]} as numbers beside quantized parts of the same layer"
-        raise FormatError(complaint(CALL, path, got, f"{', '.join(names)} all quantized, or none of them"))
+        problem = f"{path} needs {', '.join(names)} all quantized or none, and {missing[0]} is not quantized"
+        raise FormatError(failure(CALL, problem))
     return [] if missing else names
 
 
@@ -77,8 +77,9 @@ def shares_of(path: str, matrices: Sequence[Matrix], parts: Sequence[Part], colu
         starts = [0, *itertools.accumulate(whole)][:-1]
         matrices, whole = [*matrices] * len(parts), [sum(whole)] * len(parts)
     if [matrix.shape[0] for matrix in matrices] != whole:
-        got = f"matrices of {', '.join(str(matrix.shape) for matrix in matrices)}"
-        raise ShapeError(complaint(CALL, path, got, f"{', '.join(map(str, whole))} rows, as vLLM's layer has"))
+        found = ", ".join(str(matrix.shape) for matrix in matrices)
+        expected = f"{', '.join(map(str, whole))} rows, as in vLLM's layer"
+        raise ShapeError(bad_argument(CALL, f"shape of {path}", found, expected))
     for matrix in matrices:
         check_columns(matrix, columns)
     rows = [(s + p.place * p.size, s + (p.place + 1) * p.size) for s, p in zip(starts, parts, strict=True)]
@@ -89,15 +90,15 @@ def check_columns(matrix: Matrix, columns: Span | None) -> None:
     """Raises unless a rank can have these columns of a matrix: all, or some that begin and end where groups do."""
     if columns is None:
         return
-    k, step, size = matrix.shape[-1], matrix.column_step, columns[1] - columns[0]
+    k, step = matrix.shape[-1], matrix.column_step
     possible = [r for r in range(1, k // step + 1) if k % r == 0 and k // r % step == 0]
     if matrix.reordered:
-        got = f"{size} of {k} columns in another order (act-order)"
-        raise ShapeError(complaint(CALL, matrix.name, got, "--tensor-parallel-size 1, or a folder without act-order"))
+        problem = f"{matrix.name} has permuted columns (act-order), which cannot be split"
+        raise ShapeError(failure(CALL, problem, "Use --tensor-parallel-size 1, or a checkpoint without act-order."))
     if columns[0] % step or (columns[1] % step and columns[1] != k):
-        got = f"columns {columns[0]} to {columns[1]} of {k} for a rank"
-        takes = f"multiples of {step}, where {matrix.format} can be cut: {', '.join(map(str, possible))} ranks"
-        raise ShapeError(complaint(CALL, matrix.name, got, takes))
+        problem = f"{matrix.name} ({matrix.format}) cannot be split at columns {columns[0]} and {columns[1]} of {k}"
+        fix = f"It can be split at multiples of {step}: for {', '.join(map(str, possible))} ranks."
+        raise ShapeError(failure(CALL, problem, fix))
 
 
 def read_shares(checkpoint: Checkpoint, shares: Sequence[Share]) -> list[QuantizedTensor]:

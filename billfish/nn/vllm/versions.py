@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from billfish.core.errors import BackendUnavailable, complaint
+from billfish.core.errors import BackendUnavailable, bad_argument
 
 METHOD = "billfish"
 OLDEST = (0, 32)  # the first vLLM that this was run with
@@ -19,5 +19,5 @@ def is_old(version: str) -> bool:
 def check_version(version: str) -> None:
     """Raises for a vLLM that is too old."""
     if is_old(version):
-        takes = f"{'.'.join(map(str, OLDEST))} or newer"
-        raise BackendUnavailable(complaint("billfish.nn.vllm", "the version of vllm", version, takes))
+        expected = f"{'.'.join(map(str, OLDEST))} or newer"
+        raise BackendUnavailable(bad_argument("billfish.nn.vllm", "version of vllm", version, expected))

@@ -8,12 +8,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from billfish.serving.api.request_bodies import Body, Options, Positive, only, too_long, wrong
+from billfish.llm.chat_template import RESERVED
+from billfish.llm.detokenizer import MOST_ALTERNATIVES, Piece, Token
+from billfish.llm.grammar import json_object, json_schema
+from billfish.serving.api.request_bodies import Body, Options, Positive, only, refuse, too_long, wrong
 from billfish.serving.api.responses import Asked, Choice, Written, schema_errors, written
 from billfish.serving.api.service import Service
 from billfish.serving.api.tool_calls import Call, Form, Tool, ToolChoice, read_tools
-from billfish.serving.engine.grammar import json_object, json_schema
-from billfish.serving.engine.requests import MOST_ALTERNATIVES, Piece, Token
 
 
 class TextPart(Body):
@@ -90,6 +91,7 @@ class ChatBody(Options, kw_only=True):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     response_format: TextFormat | JsonFormat | SchemaFormat | None = None
+    chat_template_kwargs: dict[str, Any] = {}
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] = []
     store: bool = False
 
@@ -99,9 +101,10 @@ def read_chat(service: Service, body: ChatBody) -> Asked:
     service.check_name(body.model)
     body.check(service.limits)
     if body.max_tokens is not None and body.max_completion_tokens is not None:
-        raise wrong("max_completion_tokens", "max_tokens beside it, which means the same", "one of the two")
+        message = "max_tokens and max_completion_tokens mean the same. Send one of them."
+        raise refuse("max_completion_tokens", message)
     if body.top_logprobs is not None and not body.logprobs:
-        raise wrong("top_logprobs", body.top_logprobs, '"logprobs": true beside it')
+        raise refuse("top_logprobs", 'top_logprobs needs "logprobs": true.')
     only("parallel_tool_calls", body.parallel_tool_calls, True)
     only("store", body.store, False)
     if len(body.messages) > service.limits.context:  # each has a token at least
@@ -115,18 +118,21 @@ def read_chat(service: Service, body: ChatBody) -> Asked:
         with schema_errors(field):
             schema = (json_schema(body.response_format.json_schema.schema), field)
     if tools is not None and schema is not None:
-        raise wrong("response_format", "a format beside tools", "one of the two")
+        raise refuse("response_format", "response_format and tools exclude each other. Send one of them.")
 
     template, form, opening = service.template(), None, ""
     if tools is not None or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
         form = service.form
         if form is None:
-            accepted = "none: the model's chat template has no tools that we read"
-            raise wrong("messages" if tools is None else "tools", "functions", accepted)
+            message = "The chat template of this model does not support tools, or not in a form that is known here."
+            raise refuse("messages" if tools is None else "tools", message)
     if tools is not None and tools.forced and form is not None:  # the prompt ends where the call's JSON begins
         with schema_errors("tools"):
             opening, schema = form.opening, (json_schema(tools.schema(form)), "tools")
-    text = template.render(messages, tools=None if tools is None else tools.definitions)
+    if reserved := RESERVED.intersection(body.chat_template_kwargs):
+        raise wrong("chat_template_kwargs", ", ".join(sorted(reserved)), "variables that have no field of their own")
+    definitions = None if tools is None else tools.definitions
+    text = template.render(messages, definitions, **body.chat_template_kwargs)
     prompt = service.encode("messages", text + opening)
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
     requests = body.requests("messages", prompt, service.limits, alternatives)
@@ -145,7 +151,8 @@ def _read_message(place: str, message: Message) -> dict[str, Any]:
         made |= {} if message.name is None else {"name": message.name}
     if isinstance(message, Assistant):
         if content is None and not message.tool_calls:
-            raise wrong(f"{place}.content", "nothing", "a text, a list of parts of type text, or tool_calls beside it")
+            problem = f"{place} has neither content nor tool_calls. Send a string, or a list of parts of type text."
+            raise refuse(f"{place}.content", problem)
         calls = [_read_call(f"{place}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)]
         made |= {"tool_calls": calls} if calls else {}
     return made
@@ -157,7 +164,7 @@ def _read_call(place: str, call: ToolCall) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise wrong(f"{place}.function.arguments", call.function.arguments, "a JSON object, as a text")
+        raise wrong(f"{place}.function.arguments", call.function.arguments, "a JSON object in a string")
     made = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return made if call.id is None else {"id": call.id, **made}
 

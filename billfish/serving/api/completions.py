@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from billfish.serving.api.request_bodies import Options, wrong
+from billfish.llm.detokenizer import Piece, Token
+from billfish.serving.api.request_bodies import Options, refuse
 from billfish.serving.api.responses import Asked, Choice, Written, written
 from billfish.serving.api.service import Service
-from billfish.serving.engine.requests import Piece, Token
 
 MOST_LOGPROBS = 5  # OpenAI's limit
 
@@ -28,7 +28,7 @@ def read_completions(service: Service, body: CompletionBody) -> Asked:
     service.check_name(body.model)
     body.check(service.limits)
     if body.echo and body.logprobs is not None:
-        raise wrong("echo", "true", "false beside logprobs: there are none of the prompt")
+        raise refuse("echo", "echo and logprobs exclude each other: there are no logprobs of the prompt.")
     prompts = service.prompts("prompt", body.prompt, most=service.limits.answers // body.n)
     requests, choices = [], []
     for prompt in prompts:

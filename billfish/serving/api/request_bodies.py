@@ -17,16 +17,17 @@ import msgspec
 from msgspec import Meta
 
 from billfish.core.errors import BillfishError, did_you_mean, readable
+from billfish.llm.detokenizer import LONGEST_STOP, MOST_STOPS
 from billfish.llm.sampler import Sampling
-from billfish.serving.engine.requests import LONGEST_STOP, MOST_STOPS, Request
+from billfish.serving.engine.requests import Request
 
 KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 LARGEST_SEED = 2**63 - 1
 LONGEST_NAME = 64  # characters of an unknown field that are compared with known ones
 TYPES = {
     "number": "a number",
-    "integer": "a whole number",
-    "string": "a text",
+    "integer": "an integer",
+    "string": "a string",
     "boolean": "true or false",
     "array": "a list",
     "object": "an object",
@@ -61,10 +62,15 @@ class Refusal(BillfishError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-def wrong(field: str, got: object, accepted: str, code: str | None = None) -> Refusal:
-    """400 for a field: what was wrong with it, and what is accepted."""
-    message = f"{readable(field)}: got {readable(got)}. Accepted: {readable(accepted, 1600)}."
+def wrong(field: str, value: object, expected: str, code: str | None = None) -> Refusal:
+    """400 for the value of a field: `temperature is 3; expected a number from 0 to 2.`"""
+    message = f"{readable(field)} is {readable(value)}; expected {readable(expected, 1600)}."
     return Refusal(400, message, readable(field), code)
+
+
+def refuse(field: str, message: str, code: str | None = None) -> Refusal:
+    """400 for a field, in sentences of its own."""
+    return Refusal(400, readable(message, 1600), readable(field), code)
 
 
 def shown(value: object) -> str:
@@ -97,9 +103,11 @@ Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
 
 @dataclass(frozen=True)
 class Limits:
-    """What requests cannot exceed. context: tokens of a prompt and its answer. answers: of one request."""
+    """Upper limits of a request. context: tokens of a prompt and its answer. model_context: the model's own.
+    answers: of one request."""
 
     context: int
+    model_context: int
     vocabulary: int
     answers: int
 
@@ -140,13 +148,14 @@ class Options(Body):
         ):
             value = getattr(self, name, None)
             if value is not None and value > most:
-                raise wrong(name, value, f"a whole number from {least} to {most}")
+                raise wrong(name, value, f"an integer from {least} to {most}")
         for token in self.logit_bias:
             if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < limits.vocabulary):
-                raise wrong(f"logit_bias.{token}", "an unknown token", f"tokens from 0 to {limits.vocabulary - 1}")
+                message = f"logit_bias has the token {token!r}; expected tokens from 0 to {limits.vocabulary - 1}."
+                raise refuse(f"logit_bias.{token}", message)
         if self.stream_options is not None:
             if not self.stream:
-                raise wrong("stream_options", "options without a stream", '"stream": true beside it')
+                raise refuse("stream_options", 'stream_options needs "stream": true.')
             only("stream_options.include_obfuscation", self.stream_options.include_obfuscation, False)
 
     def requests(self, field: str, prompt: list[int], limits: Limits, logprobs: int | None) -> list[Request]:
@@ -167,14 +176,17 @@ class Options(Body):
 
 
 def only(field: str, value: object, accepted: object) -> None:
-    """Refuse a value of a field that is served with one value alone, which asks for what is done anyway."""
+    """Refuse a value of a field that supports one value only, the default."""
     if value != accepted:
         raise wrong(field, shown(value), json.dumps(accepted))
 
 
-def too_long(field: str, got: str, limits: Limits) -> Refusal:
-    """For a prompt that does not fit."""
-    return wrong(field, got, f"at most {limits.context} tokens, the context", "context_length_exceeded")
+def too_long(field: str, size: str, limits: Limits) -> Refusal:
+    """400 for a prompt that does not fit the context."""
+    larger = limits.context < limits.model_context
+    fix = f"Shorten it, or start the server with --context up to {limits.model_context}" if larger else "Shorten it"
+    message = f"{field} has {size}; the context is {limits.context} tokens. {fix}."
+    return refuse(field, message, "context_length_exceeded")
 
 
 # ---- parsing --------------------------------------------------------------------------------------------------------
@@ -184,7 +196,6 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 def parse(body: bytes, kind: type[AnyBody]) -> AnyBody:
     """A request's body. Raises Refusal for anything else."""
-    accepted = "a JSON object in UTF-8"
     try:
         text = body.decode()
         value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
@@ -193,11 +204,11 @@ def parse(body: bytes, kind: type[AnyBody]) -> AnyBody:
         _drop_nulls(value)
         return msgspec.convert(value, kind)
     except RecursionError:
-        raise wrong("body", "JSON that is nested too deeply", accepted) from None
+        raise refuse("body", "The body is JSON that is nested too deeply.") from None
     except msgspec.ValidationError as error:
         raise _refusal(str(error), value, kind) from None
     except ValueError as error:  # what json raises, and a UnicodeError
-        raise wrong("body", error, accepted) from None
+        raise refuse("body", f"The body is not a JSON object in UTF-8: {error}.") from None
 
 
 def _no_constant(name: str) -> None:
@@ -208,7 +219,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise wrong(twice, "two values for one name", "one value", "duplicate_field")
+        raise refuse(twice, f"The field {twice} occurs twice.", "duplicate_field")
     return made
 
 
@@ -237,12 +248,13 @@ def _refusal(message: str, value: Any, kind: type[Body]) -> Refusal:
     for name, node in ((name, node) for each in nodes for name, node in each.get("properties", {}).items()):
         known.setdefault(name, []).extend(_branches(node, schema["$defs"]))
     if missing := re.match(r"Object missing required field `(\w+)`", message):
-        return wrong(f"{place}.{missing[1]}".lstrip("."), "nothing", _accepted(known[missing[1]]))
+        field = f"{place}.{missing[1]}".lstrip(".")
+        return refuse(field, f"{field} is missing; expected {_accepted(known[missing[1]])}.")
     if isinstance(value, dict) and (found := re.match(r"Object contains unknown field `(.*?)`", message, re.DOTALL)):
         name = next((name for name in value if name.startswith(found[1]) and name not in known), found[1])
-        hint = did_you_mean(name[:LONGEST_NAME], known).removeprefix("; ")
-        got = f"an unknown field ({hint})" if hint and name not in known else "an unknown field"
-        return wrong(f"{place}.{name}".lstrip("."), got, ", ".join(known), "unsupported_field")
+        hint = did_you_mean(name[:LONGEST_NAME], known) if name not in known else ""
+        field = readable(f"{place}.{name}".lstrip("."))
+        return refuse(field, f"Unknown field {field}.{hint} The fields are {', '.join(known)}.", "unsupported_field")
     return wrong(place or "body", shown(value), _accepted(nodes))
 
 

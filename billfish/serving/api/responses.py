@@ -21,10 +21,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from billfish.core.errors import DataError
-from billfish.serving.api.request_bodies import Options, Refusal, wrong
+from billfish.llm.detokenizer import Alternative, Piece, Token
+from billfish.llm.grammar import Grammar
+from billfish.serving.api.request_bodies import Options, Refusal, refuse
 from billfish.serving.api.service import Service
-from billfish.serving.engine.grammar import Grammar
-from billfish.serving.engine.requests import Alternative, Piece, QueueFull, Request, ServerClosing, Ticket, Token
+from billfish.serving.engine.requests import QueueFull, Request, ServerClosing, Ticket
 
 Result = TypeVar("Result")
 DONE = b"data: [DONE]\n\n"
@@ -57,7 +58,7 @@ def schema_errors(field: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise wrong(field, error, "a JSON schema that can be satisfied") from None
+        raise refuse(field, f"{field} cannot be used: {str(error).partition(': ')[2]}") from None
 
 
 def stopped() -> Refusal:

@@ -12,12 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
+from billfish.core.errors import readable
 from billfish.llm.chat_template import ChatTemplate
+from billfish.llm.detokenizer import Piece
 from billfish.llm.model import Model
-from billfish.serving.api.request_bodies import Limits, Refusal, shown, too_long, wrong
+from billfish.serving.api.request_bodies import Limits, Refusal, refuse, shown, too_long, wrong
 from billfish.serving.api.tool_calls import Form, form_of
 from billfish.serving.engine.engine import Engine
-from billfish.serving.engine.requests import Piece
 
 Result = TypeVar("Result")
 READERS = 2  # threads that parse bodies and encode prompts: a large one does not keep all others waiting
@@ -61,7 +62,7 @@ class Service:
         self.engine, self.model, self.name = engine, model, name
         vocabulary = min(model.config.vocabulary, len(model.tokenizer.pieces))  # matrices may have more rows
         answers = min(engine.streams + engine.queue_limit, MOST_ANSWERS)
-        self.limits = Limits(engine.context, vocabulary, answers)
+        self.limits = Limits(engine.context, model.config.context, vocabulary, answers)
         self.first_tokens, self.first_token_seconds = 0, 0.0  # how many there were, and after how long together
         self.closing = False
         self._since = int(time.time())
@@ -94,7 +95,7 @@ class Service:
     def template(self) -> ChatTemplate:
         """The model's; raises if it has none."""
         if self.model.template is None:
-            raise wrong("messages", "messages", "prompts at /v1/completions: this model has no chat template")
+            raise refuse("messages", "This model has no chat template. Send a prompt to /v1/completions.")
         return self.model.template
 
     def encode(self, field: str, text: str, *, special: bool = True) -> list[int]:
@@ -112,21 +113,21 @@ class Service:
         one = isinstance(value, str) or (value[:1] and type(value[0]) is int)
         items = [value] if one else value
         if not items:
-            raise wrong(field, "nothing", "a text, a list of tokens, or a list of at least one of them")
+            raise wrong(field, "empty", "a string, a list of tokens, or a list of them")
         if len(items) > most:
-            raise wrong(field, f"{len(items)} texts", f"at most {most}")
+            raise wrong(field, f"a list of {len(items)}", f"at most {most}")
         places = [field] if one else [f"{field}[{index}]" for index in range(len(items))]
         return [self._prompt(place, item, special) for place, item in zip(places, items, strict=True)]
 
     def _prompt(self, place: str, item: object, special: bool) -> Prompt:
         last = self.limits.vocabulary - 1
-        accepted = f"a text, or a list of tokens from 0 to {last}, with at least one token"
+        accepted = f"a string, or a list of tokens from 0 to {last}, with at least one token"
         if isinstance(item, str):
             prompt = Prompt(self.encode(place, item, special=special), item)
         elif isinstance(item, list):
             for token in item:
                 if type(token) is not int or not 0 <= token <= last:
-                    raise wrong(place, f"{shown(token)} among tokens", accepted)
+                    raise refuse(place, f"{place} has the token {shown(token)}; expected integers from 0 to {last}.")
             prompt = Prompt(item, "")
         else:
             raise wrong(place, shown(item), accepted)
@@ -139,8 +140,9 @@ class Service:
     def check_name(self, name: str | None) -> None:
         """Raises 404 for the name of another model. Without one, this one is meant."""
         if name is not None and name != self.name:
-            refusal = wrong("model", json.dumps(name, ensure_ascii=False), self.name, "model_not_found")
-            raise Refusal(404, str(refusal), refusal.param, refusal.code)
+            shown_name = readable(json.dumps(name, ensure_ascii=False))
+            message = f"There is no model {shown_name}. This server has {json.dumps(self.name, ensure_ascii=False)}."
+            raise Refusal(404, message, "model", "model_not_found")
 
     def record(self) -> dict[str, Any]:
         """The model, as OpenAI lists it."""

@@ -17,8 +17,8 @@ from msgspec import Meta
 
 from billfish.core.errors import ModelError
 from billfish.llm.chat_template import ChatTemplate
-from billfish.serving.api.request_bodies import Body, only, wrong
-from billfish.serving.engine.grammar import check_schema
+from billfish.llm.grammar import check_schema
+from billfish.serving.api.request_bodies import Body, only, refuse, wrong
 
 PROBE = {"type": "function", "function": {"name": "probe", "description": "probe", "parameters": {"type": "object"}}}
 
@@ -201,20 +201,20 @@ def read_tools(offered: list[Tool], choice: ToolChoice | None) -> Tools | None:
     """What the fields `tools` and `tool_choice` say; None where no function may be called."""
     functions = {tool.function.name: tool.function for tool in offered}
     if len(functions) < len(offered):
-        raise wrong("tools", "a name twice", "another name for each function")
+        raise refuse("tools", "Two tools have the same name. Give each function its own name.")
     for index, tool in enumerate(offered):
         only(f"tools[{index}].function.strict", tool.function.strict, False)
     if choice == "none":
         return None
     if not offered:
         if choice is not None:
-            raise wrong("tool_choice", "a choice without tools", "none, or tools beside it")
+            raise refuse("tool_choice", "tool_choice needs tools.")
         return None
     definitions = [msgspec.to_builtins(tool) for tool in offered]
     if isinstance(choice, NamedTool):
         name = choice.function.name
         if name not in functions:
-            raise wrong("tool_choice.function.name", json.dumps(name), ", ".join(functions))
+            raise wrong("tool_choice.function.name", json.dumps(name), f"one of {', '.join(functions)}")
         return Tools(definitions, [functions[name]], forced=True)
     return Tools(definitions, list(functions.values()), forced=choice == "required")
 

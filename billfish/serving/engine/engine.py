@@ -18,10 +18,10 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import DataError, ModelError, complaint, explained
+from billfish.core.errors import DataError, ModelError, bad_argument, explained, failure
 from billfish.core.typing import Activations
+from billfish.llm.grammar import CompiledGrammar, Grammar, Vocabulary
 from billfish.llm.model import Model
-from billfish.serving.engine.grammar import CompiledGrammar, Grammar, Vocabulary
 from billfish.serving.engine.grammar_compiler import GrammarCompiler, start_thread
 from billfish.serving.engine.jobs import Answer, Embedding, Job, OnPiece
 from billfish.serving.engine.kv_slots import SMALLEST, Slots, cuts_for
@@ -61,16 +61,16 @@ class Engine:
             ("queue", queue, 0, None),
         ):
             if value < least or (most is not None and value > most):
-                takes = f"a whole number from {least} on" if most is None else f"a number from {least} to {most}"
-                raise DataError(complaint(CALL, name, value, takes))
+                expected = f"{least} or more" if most is None else f"{least} to {most}"
+                raise DataError(bad_argument(CALL, name, value, expected))
         self._cuts = cuts_for(decoder, self._activations)
         try:
             self._slots = Slots(decoder, streams, self.context, self._cuts, exact=self._activations == "exact")
         except (MemoryError, ModelError) as error:  # a GPU's cache raises the latter
-            got = f"{streams} of {self.context} tokens each, more than memory has room for"
-            why = str(error).removeprefix("[llm.generate] ")
-            got += f" ({why})" if why else ""
-            raise DataError(complaint(CALL, "streams", got, "fewer --streams or a smaller --context")) from None
+            said = str(error).removeprefix("llm.generate: ").rstrip(".")
+            why = f" ({said})" if said else ""
+            problem = f"out of memory: the KV cache of {streams} streams of {self.context} tokens does not fit{why}"
+            raise DataError(failure(CALL, problem, "Lower --streams or --context.")) from None
         self._grammars = GrammarCompiler(Vocabulary(model.tokenizer, decoder.config.vocabulary))
         self._changed = Condition()  # held for what follows
         self._waiting: list[Job] = []
@@ -146,8 +146,8 @@ class Engine:
         """Raises unless there is room for a prompt of such tokens."""
         self._decoder.check_prompt(prompt, CALL)
         if len(prompt) > self.context:
-            got, takes = f"{len(prompt)} tokens", f"at most {self.context}, the context of a stream"
-            raise ModelError(complaint(CALL, "prompt", got, takes))
+            problem = f"prompt has {len(prompt)} tokens; the context of a stream is {self.context}"
+            raise ModelError(failure(CALL, problem, "Shorten it, or pass a larger context=."))
 
     def _put(self, job: Job) -> None:
         with self._changed:
@@ -156,7 +156,7 @@ class Engine:
                 raise ServerClosing("The engine is closing. Retry later.")
             if len(self._waiting) + len(self._running) >= self.streams + self.queue_limit:
                 self._counts.refused += 1
-                raise QueueFull(f"The queue is full ({self.queue_limit} requests waiting). Retry later.")
+                raise QueueFull(f"The queue is full ({self.queue_limit} requests wait). Retry later, or raise --queue.")
             self._waiting.append(job)
             self._changed.notify()
 

@@ -18,15 +18,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from billfish.core.errors import BackendUnavailable, DataError, complaint
-from billfish.core.extras import folder_of, require
+from billfish.core.errors import BackendUnavailable, DataError, failure
+from billfish.core.extras import folder_of
+from billfish.llm import grammar_process
 from billfish.llm.chat_template import ENVIRONMENT
-from billfish.serving.engine import grammar_process
-from billfish.serving.engine.grammar import EXTRA, CompiledGrammar, Grammar, Vocabulary, library_errors
-from billfish.serving.engine.grammar_process import CPU_SECONDS, MEMORY_BYTES, STACK_BYTES, WALL_SECONDS
+from billfish.llm.grammar import CALL, EXTRA, CompiledGrammar, Grammar, Vocabulary, compile_grammar
+from billfish.llm.grammar_process import CPU_SECONDS, MEMORY_BYTES, STACK_BYTES, WALL_SECONDS
 from billfish.serving.engine.requests import QueueFull, ServerClosing
 
-CALL = "serving.json_schema"
 THREADS = 2  # schemas that are compiled at once
 QUEUE = 32  # schemas that wait for a thread
 QUEUE_SECONDS = 10.0  # and how long they wait
@@ -63,7 +62,7 @@ class GrammarCompiler:
             try:
                 self._jobs.put_nowait(_Job(grammar, time.monotonic(), done))
             except queue.Full:
-                raise _queue_full(f"{QUEUE} schemas that wait already") from None
+                raise QueueFull(f"{QUEUE} schemas are waiting to be compiled. Retry later.") from None
         return done
 
     def close(self) -> None:
@@ -84,12 +83,13 @@ class GrammarCompiler:
             try:
                 self._check_open()
                 if time.monotonic() - job.since > QUEUE_SECONDS:
-                    raise _queue_full(f"a schema that has waited for {QUEUE_SECONDS:g} s")
-                job.done.set_result(self._compiled(job.grammar.schema))
+                    raise QueueFull(f"The schema waited {QUEUE_SECONDS:g} s to be compiled. Retry later.")
+                job.done.set_result(self._compiled(job.grammar))
             except BaseException as error:
                 job.done.set_exception(error)
 
-    def _compiled(self, schema: str) -> CompiledGrammar:
+    def _compiled(self, grammar: Grammar) -> CompiledGrammar:
+        schema = grammar.schema
         digest = hashlib.sha256(schema.encode()).digest()
         with self._lock:
             known = digest in self._tried
@@ -97,19 +97,18 @@ class GrammarCompiler:
             error = self._process.try_schema(schema)
             self._check_open()  # closing ends the process
             if error:
-                raise DataError(complaint(CALL, "schema", error, "a JSON schema that llguidance can compile"))
-        with library_errors(CALL, "schema", "a JSON schema that llguidance can compile"):
-            native = grammar_process.build(require("llguidance", EXTRA), self._vocabulary.native, schema)
+                raise DataError(failure(CALL, f"llguidance cannot compile the schema: {error}"))
+        compiled = compile_grammar(grammar, self._vocabulary)
         with self._lock:
             self._tried[digest] = None
             self._tried.move_to_end(digest)
             if len(self._tried) > TRIED:
                 self._tried.popitem(last=False)
-        return CompiledGrammar(native, self._vocabulary.size)
+        return compiled
 
     def _check_open(self) -> None:
         if self._closing:
-            raise ServerClosing(complaint(CALL, "schema", "one while the server closes", "none any more"))
+            raise ServerClosing("The server is shutting down. Retry later.")
 
 
 class GrammarProcess:
@@ -127,10 +126,10 @@ class GrammarProcess:
         answer = self._ask(schema.encode())
         if answer is None:
             return (
-                f"one that takes more than {CPU_SECONDS} s, {MEMORY_BYTES >> 20} MiB of memory "
-                f"or {STACK_BYTES >> 20} MiB of stack to compile"
+                f"it needs more than {CPU_SECONDS} s, {MEMORY_BYTES >> 20} MiB of memory "
+                f"or {STACK_BYTES >> 20} MiB of stack"
             )
-        return f"one that fails ({answer['error']})" if "error" in answer else ""
+        return str(answer["error"]) if "error" in answer else ""
 
     def close(self) -> None:
         """End the process and its forks."""
@@ -172,12 +171,11 @@ class GrammarProcess:
                     start_new_session=True,  # Ctrl-C is for us alone, and `_end` ends its forks with it
                 )
             if _exchange(control, vocabulary, START_SECONDS) is None:
-                raise OSError("it does not start")
+                raise OSError("it did not start")
         except OSError as error:
             control.close()
             self._end()
-            got = f"no process to compile it in ({error})"
-            raise BackendUnavailable(complaint(CALL, "schema", got, "one more process")) from None
+            raise BackendUnavailable(failure(CALL, f"cannot start a process to compile the schema: {error}")) from None
         return control
 
     def _end(self) -> None:
@@ -231,7 +229,3 @@ def start_thread(work: Callable[[], None], name: str) -> threading.Thread:
         finally:
             threading.stack_size(usual)
     return thread
-
-
-def _queue_full(got: str) -> QueueFull:
-    return QueueFull(complaint(CALL, "schema", got, "another try, later"))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from billfish.core.errors import BillfishError, DataError, complaint
+from billfish.core.errors import BillfishError, DataError, bad_argument
+from billfish.llm.detokenizer import check_text_settings
+from billfish.llm.grammar import CompiledGrammar
 from billfish.llm.sampler import Sampling
-from billfish.serving.engine.grammar import CompiledGrammar
 
-MOST_ALTERNATIVES = 20  # OpenAI's limit
-MOST_STOPS = 16
-LONGEST_STOP = 1000  # characters
+CALL = "serving.Request"
 # How an answer can end: by the model's own end, its grammar's or a stop text; at max_tokens or the end of the context;
 # by `Ticket.cancel`; by an error.
 REASONS = ("stop", "length", "cancelled", "failed")
@@ -43,59 +42,9 @@ class Request:
     grammar: CompiledGrammar | None = None
 
     def __post_init__(self) -> None:
-        for name, good, takes in (
-            ("max_tokens", self.max_tokens >= 1, "a whole number from 1 on"),
-            (
-                "stop",
-                len(self.stop) <= MOST_STOPS and all(0 < len(stop) <= LONGEST_STOP for stop in self.stop),
-                f"at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters",
-            ),
-            (
-                "logprobs",
-                self.logprobs is None or 0 <= self.logprobs <= MOST_ALTERNATIVES,
-                f"None, or a number from 0 to {MOST_ALTERNATIVES}",
-            ),
-        ):
-            if not good:
-                raise DataError(complaint("serving.Request", name, repr(getattr(self, name)), takes))
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """A token that could have been chosen, and the logarithm of its probability before any setting of sampling."""
-
-    id: int
-    data: bytes  # what it adds to the text; may be part of a character, and is nothing for a control token
-    logprob: float
-
-
-@dataclass(frozen=True)
-class Token:
-    """A token of an answer. logprob is None, and `top` empty, where the request asked for no probabilities.
-
-    offset: where its text begins in the answer's text, in characters. top: the most probable tokens, best first.
-    """
-
-    id: int
-    data: bytes
-    offset: int
-    logprob: float | None = None
-    top: tuple[Alternative, ...] = ()
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of an answer.
-
-    text: may be "" (part of a character, or what may begin a stop text, waits). tokens: those whose text has gone out
-    with this piece or before it; a token inside a stop text never comes. finished: "" up to the last piece, which has
-    one of `REASONS`. error: a sentence, with "failed".
-    """
-
-    text: str
-    tokens: tuple[Token, ...] = ()
-    finished: str = ""
-    error: str = ""
+        if self.max_tokens < 1:
+            raise DataError(bad_argument(CALL, "max_tokens", repr(self.max_tokens), "1 or more"))
+        check_text_settings(CALL, self.stop, self.logprobs)
 
 
 class Ticket:

@@ -23,7 +23,7 @@ from billfish.core.errors import DataError, ModelError, readable
 from billfish.serving.api.chat import ChatBody, read_chat
 from billfish.serving.api.completions import CompletionBody, read_completions
 from billfish.serving.api.embeddings import EmbeddingBody, embeddings, read_embeddings
-from billfish.serving.api.request_bodies import AnyBody, Refusal, parse, wrong
+from billfish.serving.api.request_bodies import AnyBody, Refusal, parse
 from billfish.serving.api.responses import Asked, ClientGone, json_response, respond
 from billfish.serving.api.service import Service
 from billfish.serving.http.keys import Keys
@@ -121,7 +121,7 @@ class Endpoint:
             if began:
                 raise  # uvicorn logs it and closes the connection
             logging.getLogger("billfish.serving").exception("%s failed", self._path)
-            await refused(Refusal(500, "Internal error. The server's log says more."))(scope, receive, watched)
+            await refused(Refusal(500, "Internal error. See the server's log."))(scope, receive, watched)
 
 
 def refused(refusal: Refusal) -> Response:
@@ -132,8 +132,10 @@ def refused(refusal: Refusal) -> Response:
 async def no_such_path(request: HttpRequest, error: Exception) -> Response:
     """404 and 405, in the shape of all errors."""
     assert isinstance(error, HTTPException)
-    got = readable(f"{request.method} {request.url.path}")
-    refusal = Refusal(error.status_code, f"{got} is no path and method of this server.", None, "unknown_url")
+    asked, routes = readable(f"{request.method} {request.url.path}"), request.app.routes
+    known = ", ".join(f"{'POST' if 'POST' in route.methods else 'GET'} {route.path}" for route in routes)
+    message = f"There is no {asked}. This server has {known}."
+    refusal = Refusal(error.status_code, message.replace("{name:path}", "NAME"), None, "unknown_url")
     return json_response(refusal.body(), refusal.status, error.headers)
 
 
@@ -141,8 +143,9 @@ async def read_body(request: HttpRequest) -> bytes:
     """The body of a request for JSON, if it is not too large and comes in time."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # which a browser sends to its own page's server alone
-        refusal = wrong("the header Content-Type", kind or "none", "application/json")
-        raise Refusal(415, str(refusal), None, "unsupported_media_type")
+        message = f"The Content-Type is {readable(kind or 'missing')}; expected application/json."
+        fix = "With curl, add -H 'Content-Type: application/json'."
+        raise Refusal(415, f"{message} {fix}", None, "unsupported_media_type")
     if int(request.headers.get("content-length", 0)) > BODY_BYTES:
         raise _too_large(f"{request.headers['content-length']} bytes")
 
@@ -157,12 +160,12 @@ async def read_body(request: HttpRequest) -> bytes:
     try:
         return await asyncio.wait_for(read(), BODY_SECONDS)
     except asyncio.TimeoutError:
-        message = f"The body did not come within {BODY_SECONDS:g} s."
+        message = f"The body did not arrive within {BODY_SECONDS:g} s."
         raise Refusal(408, message, None, "body_timeout", connection="close") from None
 
 
-def _too_large(got: str) -> Refusal:
-    return Refusal(413, str(wrong("body", got, f"at most {BODY_BYTES} bytes")), None, "body_too_large")
+def _too_large(size: str) -> Refusal:
+    return Refusal(413, f"The body has {size}. The limit is {BODY_BYTES} bytes.", None, "body_too_large")
 
 
 @cache

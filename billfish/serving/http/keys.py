@@ -6,7 +6,7 @@ import hashlib
 import hmac
 from pathlib import Path
 
-from billfish.core.errors import DataError, complaint
+from billfish.core.errors import DataError, failure
 from billfish.serving.api.request_bodies import Refusal
 
 
@@ -30,23 +30,22 @@ class Keys:
         given = _digest(key.strip())
         known = sum(hmac.compare_digest(given, digest) for digest in self._digests)
         if not known or scheme.lower() != "bearer":
-            got = "No API key was sent." if authorization is None else "The API key is not known."
-            message = f"{got} Send a key of this server: Authorization: Bearer KEY."
+            problem = "The request has no API key." if authorization is None else "The API key is wrong."
+            message = f"{problem} Send the header Authorization: Bearer KEY."
             raise Refusal(401, message, None, "invalid_api_key", www_authenticate="Bearer")
 
 
 def read_keys(path: str) -> Keys:
     """The keys of a file, one a line. Empty lines and those that begin with # are none."""
-    takes = "a text file with a key in each line"
     try:
         lines = [line.strip() for line in Path(path).read_text("utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(complaint("serve", "--api-key-file", f"{path} ({error})", takes)) from None
+        raise DataError(failure("serve", f"cannot read --api-key-file: {error}")) from None
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise DataError(complaint("serve", "--api-key-file", f"{path}, which has no keys", takes))
+        raise DataError(failure("serve", f"--api-key-file {path} has no keys", "Write one key per line."))
     if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
-        raise DataError(complaint("serve", "--api-key-file", f"{path}", "keys of ASCII characters without spaces"))
+        raise DataError(failure("serve", f"--api-key-file {path} has a key with spaces or non-ASCII characters"))
     return Keys(keys)
 
 

@@ -274,7 +274,7 @@ def test_a_block_is_five_launches(monkeypatch, hopper, tokens):
         pair = gate_up.take_rows(np.arange(32)), up
         biases = (None, np.zeros((4, 32), np.float32))
         apart = launches(
-            lambda: bf.experts(x, pair, down, ids, weights, gate_up_biases=biases, activation="gelu", backend="cuda")
+            lambda: bf.experts(x, pair, down, ids, weights, gate_up_biases=biases, hidden_act="gelu", backend="cuda")
         )
         linear = launches(lambda: bf.expert_linear(x, gate_up, ids, backend="cuda"))
         if tokens == 0:

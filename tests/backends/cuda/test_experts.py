@@ -160,7 +160,7 @@ def test_blocks(rng, activation, way, dtype):
         x, numbers = rows_of(rng, (tokens, hidden), dtype)
         given = {"gate_up_biases": sent_biases, "down_biases": sent(down_biases)} if tokens % 2 else {}
         asked = {"gate_up_biases": biases, "down_biases": down_biases} if tokens % 2 else {}
-        y = bf.experts(x, gate_up, down, sent(ids), sent(weights), activation=activation, **given)
+        y = bf.experts(x, gate_up, down, sent(ids), sent(weights), hidden_act=activation, **given)
         expected = oracle.experts(numbers, gate_up, down, ids, weights, activation, **asked)
         assert error(y, expected) < 3 * ROUNDED[dtype], (tokens, activation)
 

@@ -43,7 +43,7 @@ def test_bricks_are_saved_and_loaded(name, tmp_path):
 
 
 def test_bricks_are_saved_to_paths():
-    with pytest.raises(bf.DTypeError, match=r"\[PackedBricks.save\] path: got a int; takes a string or a path"):
+    with pytest.raises(bf.DTypeError, match=r"PackedBricks.save.*path.*int.*string or a path"):
         PackedBricks.of(make("u4b8", 128, {}, 0)).save(5)
 
 
@@ -54,20 +54,20 @@ def test_other_files_are_not_bricks(tmp_path):
     about = json.dumps({**dataclasses.asdict(packed.kind), "shape": (999, 128), "layout": saved.LAYOUT})
     np.savez(tmp_path / "short.npz", about=np.asarray(about), bricks=packed.bricks, row_scale=packed.row_scale)
     for name in ("text", "other.npz", "short.npz"):
-        with pytest.raises(bf.DataError, match=r"\[load\] path"):
+        with pytest.raises(bf.DataError, match=r"load: .*PackedBricks"):
             PackedBricks.load(tmp_path / name)
 
 
 @pytest.mark.parametrize("change", [{"element": "Int4\n#include <x>"}, {"offset": "x"}, {"groups": 3}, {"table": (1,)}])
 def test_kinds_that_no_kernel_has_are_refused(change):
     """A file may name them, and they would be compiled."""
-    with pytest.raises(bf.FormatError, match=r"\[Kind\] kind"):
+    with pytest.raises(bf.FormatError, match="Kind: kind"):
         replace(PackedBricks.of(make("u4b8", 128, {}, 0)).kind, **change)
 
 
 @pytest.mark.parametrize("change", [{"shape": (999, 128)}, {"shape": (-1, 128)}, {"row_scale": np.ones(3, np.float32)}])
 def test_bricks_that_do_not_fit_their_shape_are_refused(change):
-    with pytest.raises(bf.ShapeError, match=r"\[PackedBricks\]"):
+    with pytest.raises(bf.ShapeError, match=r"PackedBricks"):
         replace(PackedBricks.of(make("u4b8", 128, {}, 0)), **change)
 
 
@@ -76,7 +76,7 @@ def test_bricks_of_another_version_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(saved, "LAYOUT", saved.LAYOUT - 1)
     packed.save(tmp_path / "old.npz")
     monkeypatch.undo()
-    with pytest.raises(bf.DataError, match="another version: pack the tensor again"):
+    with pytest.raises(bf.DataError, match="another version"):
         PackedBricks.load(tmp_path / "old.npz")
 
 
@@ -375,7 +375,7 @@ def test_without_a_gpu_the_backend_says_why():
         pytest.skip("there is a GPU here")
     assert "NVIDIA" in reason
     q = bf.quantize(np.ones((16, 128), np.float32), "u4b8")
-    with pytest.raises(bf.BackendUnavailable, match=r"backend: got 'cuda'.* no NVIDIA.*backend=None"):
+    with pytest.raises(bf.BackendUnavailable, match=r"backend 'cuda'.* no NVIDIA.*backend="):
         bf.quantized_linear(np.ones((1, 128), np.float16), q, backend="cuda")
     with pytest.raises(bf.BackendUnavailable, match="no NVIDIA"):  # not: float32 is the wrong type
         bf.quantized_linear(np.ones((1, 128), np.float32), q, backend="cuda")
@@ -389,7 +389,7 @@ def test_float32_in_memory_and_x_in_16_bit_integers_are_refused():
     integers = bf.backends.Problem("matmul", FORMATS["u4b8"], 128, 1, 16, 128, np.dtype(np.float16), activations="q16")
     assert "not 'q16'" in backend.can_run(integers)[1]
     elsewhere = bf.backends.Problem("matmul", FORMATS["u4b8"], 128, 1, 16, 128, np.dtype(np.float16), device="xpu")
-    assert backend.can_run(elsewhere) == (False, "it computes on NVIDIA GPUs, and x is on xpu")
+    assert backend.can_run(elsewhere) == (False, "runs on arrays on an NVIDIA GPU or in CPU memory; x is on xpu")
 
 
 def test_torch_knows_the_shape_without_computing():

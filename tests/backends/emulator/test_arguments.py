@@ -111,18 +111,18 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"grid": (1, 1)}, r"grid: got \(1, 1\); takes three numbers"),
-            ({"grid": (0, 1, 1)}, r"grid: got \(0, 1, 1\); takes three numbers, each 1 or more"),
+            ({"grid": (1, 1)}, r"grid.*\(1, 1\).*three numbers"),
+            ({"grid": (0, 1, 1)}, r"grid.*\(0, 1, 1\).*three numbers, each 1 or more"),
             (
                 {"grid": (64, 64, 1), "threadgroup": (64, 64, 1)},
-                r"threadgroup: got \(64, 64, 1\); takes at most 1024 threads",
+                r"threadgroup.*\(64, 64, 1\).*at most 1024 threads",
             ),
-            ({"inputs": []}, "inputs: got 0; takes 1 for small"),
-            ({"inputs": ["x"]}, r"inputs \(x\): got a str; takes NumPy or MLX arrays"),
-            ({"output_shapes": [(1,), (1,)]}, "output_shapes: got 2; takes 1"),
-            ({"output_dtypes": []}, "output_dtypes: got 0; takes 1"),
-            ({"template": [("T", np.float64)]}, "template: got float64; takes one of"),
-            ({"template": [("T", 0.5)]}, "template: got 0.5; takes one of"),
+            ({"inputs": []}, r"inputs.*0.*1"),
+            ({"inputs": ["x"]}, r"input x.*str.*NumPy or MLX array"),
+            ({"output_shapes": [(1,), (1,)]}, r"output_shapes.*2.*1"),
+            ({"output_dtypes": []}, r"output_dtypes.*0.*1"),
+            ({"template": [("T", np.float64)]}, r"template.*float64.*of"),
+            ({"template": [("T", 0.5)]}, r"template.*0.5.*of"),
         ],
     )
     def test_bad_arguments(self, change: dict[str, Any], message: str) -> None:
@@ -139,7 +139,7 @@ class TestArguments:
 
     def test_bad_options(self) -> None:
         with (
-            pytest.raises(BillfishError, match="order: got 'sideways'; takes one of forward, reverse, random"),
+            pytest.raises(BillfishError, match=r"order.*'sideways'.*forward, reverse, random"),
             emulator.options(order="sideways"),
         ):
             pass

@@ -43,7 +43,7 @@ def test_the_fault_is_found(name: str, order: str) -> None:
         assert {fault.site.line, fault.other_site.line} == {case.line("HERE"), case.line("THERE")}, str(fault)
     assert fault.thread is not None
     assert fault.threadgroup is not None
-    for part in ("[metal_kernel] planted: ", case.kind, f"line {fault.site.line}", f"thread {fault.thread}"):
+    for part in ("metal_kernel: planted: ", case.kind, f"line {fault.site.line}", f"thread {fault.thread}"):
         assert part in str(fault)
     if case.buffer is not None:
         assert f" of {case.buffer} " in str(fault)
@@ -68,7 +68,7 @@ def test_more_threadgroup_memory_than_there_is(count: int, fits: bool) -> None:
     if fits:
         assert kernel(**call)[0][0] == 1
         return
-    with pytest.raises(KernelFault, match=r"large: 32784 bytes of threadgroup memory \(big 32772\)") as caught:
+    with pytest.raises(KernelFault, match=r"large.*32784 bytes of threadgroup memory \(big 32772\)") as caught:
         kernel(**call)
     assert caught.value.kind == "threadgroup-memory"
 

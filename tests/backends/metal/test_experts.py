@@ -224,7 +224,7 @@ def arguments(seed: int = 0, dtype: np.dtype = FLOAT32, tokens: int = 7) -> dict
 @pytest.mark.parametrize("tokens", [0, 1, 40])
 def test_the_block_in_the_emulator(tokens, activation):
     given = arguments(tokens=tokens)
-    y = bf.experts(**given, activation=activation, backend="metal-emulator")
+    y = bf.experts(**given, hidden_act=activation, backend="metal-emulator")
     assert (y.shape, y.dtype) == ((tokens, 64), FLOAT32)
     if tokens:
         expected = expert_oracle.experts(**given, activation=activation)

@@ -102,12 +102,12 @@ def test_characters_spread_over_tokens_wait_for_their_last_byte():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tokens": 3}, "tokens: got 3; takes a vocabulary"),
-        ({"token_type": [1]}, "token_type: got no list as long as that of tokens"),
-        ({"merges": ["no such"]}, "a vocabulary that does not fit together"),
-        ({"merges": None}, "a vocabulary that does not fit together"),
-        ({"bos_token_id": 9999}, "bos_token_id: got 9999; takes a token from 0 to"),
-        ({"eos_token_id": "x"}, "eos_token_id: got 'x'"),
+        ({"tokens": 3}, r"tokens.*3.*vocabulary"),
+        ({"token_type": [1]}, r"token_type.*list of"),
+        ({"merges": ["no such"]}, "tokenizer.* is damaged"),
+        ({"merges": None}, "tokenizer.* is damaged"),
+        ({"bos_token_id": 9999}, r"bos_token_id.*9999.*0 to"),
+        ({"eos_token_id": "x"}, r"eos_token_id.*'x'"),
     ],
 )
 def test_vocabularies_that_make_no_sense(fields, message):
@@ -118,7 +118,7 @@ def test_vocabularies_that_make_no_sense(fields, message):
 def test_bytes_that_are_none():
     pieces, kinds = vocabulary("gemma")
     pieces[10] = "<0xZZ>"
-    with pytest.raises(bf.ModelError, match="got '<0xZZ>' for a byte"):
+    with pytest.raises(bf.ModelError, match="'<0xZZ>'"):
         read_metadata(metadata_of("gemma", model="llama", tokens=pieces, token_type=kinds, scores=[0.0] * len(pieces)))
 
 
@@ -130,7 +130,7 @@ def test_pieces_outside_of_the_byte_alphabet_are_text():
 
 def test_unknown_tokenizers_are_refused():
     for fields in ({"model": "rwkv"}, {"pre": "unheard of"}):
-        with pytest.raises(bf.ModelError, match=r"tokenizer.ggml.model: got '"):
+        with pytest.raises(bf.ModelError, match=r"tokenizer.ggml.model.*'"):
             read_metadata(metadata_of("llama", **fields))
 
 

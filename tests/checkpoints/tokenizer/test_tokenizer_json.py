@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import tokenizers
+from common import facts
 from llm_folders import edit, write_random, write_tokenizer
 from llm_models import TEMPLATE, vocabulary
 from llm_text import varied_lines
@@ -92,8 +94,8 @@ def test_texts_are_never_cut_or_filled_up(tmp_path):
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        ((), "got no tokenizer.json; takes one, which transformers makes"),
-        (("tokenizer.model",), "got no tokenizer.json, only tokenizer.model; takes one, which transformers makes"),
+        ((), "no tokenizer.json. "),
+        (("tokenizer.model",), "no tokenizer.json, only tokenizer.model"),
     ],
 )
 def test_folders_without_a_tokenizer(tmp_path, capsys, others, message):
@@ -108,9 +110,9 @@ def test_folders_without_a_tokenizer(tmp_path, capsys, others, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "tokenizer.json: got what cannot be read"),
-        ('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}', "tokenizer.json: got what cannot be read"),
-        ('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}', "decoder: got none; takes ByteLevel, or"),
+        ("{", r"cannot read.*tokenizer.json"),
+        ('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}', r"cannot read.*tokenizer.json"),
+        ('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}', r"decoder.*ByteLevel, or"),
     ],
 )
 def test_tokenizers_that_make_no_sense(tmp_path, content, message):
@@ -134,7 +136,7 @@ def test_templates_lie_in_several_places(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("jinja é", encoding="utf-8")
     assert chat_template(tmp_path) == "jinja é"
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(bf.ModelError, match=r"chat_template\.jinja: got what cannot be read"):
+    with pytest.raises(bf.ModelError, match=r"cannot read.*chat_template\.jinja"):
         chat_template(tmp_path)
 
 
@@ -169,7 +171,7 @@ def test_cuts_are_known_by_what_they_do(cut):
     ],
 )
 def test_other_cuts_have_no_name(cutter):
-    with pytest.raises(bf.ModelError, match=r"pre_tokenizer: got .*; takes one that GGUF has a name for: gpt-2"):
+    with pytest.raises(bf.ModelError, match=r"pre_tokenizer.*.*GGUF.*gpt-2"):
         cut_of(cutter)
 
 
@@ -183,15 +185,15 @@ def test_the_cut_comes_from_the_tokenizer_not_from_the_size(tmp_path, capsys):
     assert bf.load(tmp_path / "m.gguf").metadata["tokenizer.ggml.pre"] == "qwen2"
     encoder.pre_tokenizer = parts.Sequence([parts.Punctuation(), parts.ByteLevel(add_prefix_space=False)])
     encoder.save(str(tmp_path / "in" / "tokenizer.json"))
-    with pytest.raises(bf.CheckpointError, match=r"pre_tokenizer: got Punctuation.*or --raw-names"):
+    with pytest.raises(bf.CheckpointError, match=r"pre_tokenizer.*Punctuation.*--raw-names"):
         bf.convert(tmp_path / "in", tmp_path / "other.gguf", "gguf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "m.gguf"]
     (note,) = bf.convert(tmp_path / "in", tmp_path / "other.gguf", "gguf", raw_names=True).notes
     assert note.name == "tokenizer.json"
-    assert note.reason.startswith("left out: [convert] tokenizer.json: pre_tokenizer: got Punctuation")
+    assert re.match(r"left out: .*pre_tokenizer.*Punctuation", note.reason)
     assert not any(name.startswith("tokenizer.") for name in bf.load(tmp_path / "other.gguf").metadata)
     assert main(["run", str(tmp_path / "other.gguf"), "-p", "ab"]) == 2
-    assert "got no tokenizer; takes" in capsys.readouterr().err
+    assert "no tokenizer" in capsys.readouterr().err
 
 
 def sentencepiece(space_first: bool) -> dict:
@@ -236,10 +238,10 @@ def test_metaspace_is_sentencepiece_too(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"normalizer": {"type": "Lowercase"}}, 'normalizer: got {"type": "Lowercase"}; takes spaces as'),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, 'pre_tokenizer: got {"type": "Whitespace"}; takes none, or Meta'),
-        ({"merges": [["a", "b"]]}, "merges: got others; takes all pairs that make a piece"),
-        ({"byte_fallback": False}, "model: got no byte_fallback"),
+        ({"normalizer": {"type": "Lowercase"}}, 'normalizer|{"type": "Lowercase"}|spaces as'),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, 'pre_tokenizer|{"type": "Whitespace"}|none, or Meta'),
+        ({"merges": [["a", "b"]]}, "merges|SentencePiece"),
+        ({"byte_fallback": False}, "tokenizer.json|byte_fallback"),
     ],
 )
 def test_sentencepiece_that_gguf_cannot_say(tmp_path, change, message):
@@ -249,9 +251,8 @@ def test_sentencepiece_that_gguf_cannot_say(tmp_path, change, message):
     for name, value in change.items():
         (about["model"] if name in about["model"] else about)[name] = value
     (tmp_path / "tokenizer.json").write_text(json.dumps(about))
-    with pytest.raises(bf.ModelError) as error:
+    with pytest.raises(bf.ModelError, match=facts(message)):
         tokenizer_fields(tmp_path, 269)
-    assert message in str(error.value)
 
 
 def test_fields_of_a_byte_level_tokenizer(tmp_path):
@@ -261,9 +262,9 @@ def test_fields_of_a_byte_level_tokenizer(tmp_path):
     assert fields["tokenizer.ggml.eot_token_id"] == 3  # a name that nobody would take for an end
     assert fields["tokenizer.chat_template"] == TEMPLATE
     assert read_metadata(fields).ends == read_folder(tmp_path, 80).ends == {1, 3}
-    with pytest.raises(bf.ModelError, match="got 69 tokens; takes at most 60, the rows of the embedding"):
+    with pytest.raises(bf.ModelError, match=r"69 tokens.*60 rows"):
         tokenizer_fields(tmp_path, 60)
     about = json.loads((tmp_path / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(about | {"normalizer": {"type": "Lowercase"}}))
-    with pytest.raises(bf.ModelError, match=r"normalizer: got .*; takes none, or NFC"):
+    with pytest.raises(bf.ModelError, match=r"normalizer.*.*none, or NFC"):
         tokenizer_fields(tmp_path, 80)

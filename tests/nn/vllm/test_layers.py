@@ -55,7 +55,7 @@ def test_an_old_vllm_refuses_billfish_and_nothing_else(monkeypatch):
     refusal = vllm_fake.REGISTERED["billfish"]
     assert refusal.override_quantization_method({}, "gptq") is None
     assert refusal.override_quantization_method({}, "billfish") == "billfish"
-    with pytest.raises(BackendUnavailable, match=r"got 0.20.1; takes 0.32 or newer"):
+    with pytest.raises(BackendUnavailable, match=r"0.20.1.*0.32 or newer"):
         refusal.from_config({})
 
 
@@ -66,7 +66,7 @@ def test_how_x_is_multiplied_is_said_by_config_json_or_the_environment(monkeypat
     monkeypatch.setenv("BILLFISH_ACTIVATIONS", "q8")
     assert make({"activations": "q16"}).activations == "q8"
     monkeypatch.setenv("BILLFISH_ACTIVATIONS", "q4")
-    with pytest.raises(FormatError, match=r"activations: got 'q4'; takes 'exact' or 'q8' or 'q16'"):
+    with pytest.raises(FormatError, match=r"activations.*'q4'.*'exact' or 'q8' or 'q16'"):
         make({})
 
 
@@ -103,14 +103,14 @@ def test_what_a_rank_cannot_have_is_refused_before_anything_is_loaded(tmp_path):
     write_folder(tmp_path, "gptq")
     config, layer = config_of(tmp_path), vllm_fake.LinearBase(1)
     method = config.get_quant_method(layer, f"{BLOCK}.self_attn.o_proj")
-    with pytest.raises(ShapeError, match=r"takes multiples of 32, where u4 can be cut: 1, 2, 4 ranks"):
+    with pytest.raises(ShapeError, match=r"multiples of 32.* 1, 2, 4 ranks"):
         method.create_weights(layer, 16, [128], 128, 128, torch.float32)
 
 
 def test_vllm_loads_all_but_the_arrays_of_quantized_matrices(tmp_path):
     write_folder(tmp_path, "compressed-tensors")
     config = config_of(tmp_path)
-    with pytest.raises(CheckpointError, match=r"down_proj: got a u4 matrix that no layer .* as for 13 others"):
+    with pytest.raises(CheckpointError, match=r"no layer.*u4 matrix.*down_proj.*13 others"):
         config.get_checkpoint_weight_mapper()
     for i in range(2):
         for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
@@ -240,16 +240,16 @@ def test_rows_that_nobody_has_written_are_rows_of_nan(tmp_path, wrong):
 def test_experts_that_are_refused(tmp_path):
     experts_folder(tmp_path / "folder")
     config, path = config_of(tmp_path / "folder"), f"{BLOCK}.mlp.experts"
-    with pytest.raises(FormatError, match=r"the activation 'swigluoai'; takes silu or gelu_tanh"):
+    with pytest.raises(FormatError, match=r"the activation 'swigluoai'.*silu or gelu_tanh"):
         config.get_quant_method(vllm_fake.RoutedExperts(4, activation="swigluoai"), path)
     assert config.get_quant_method(vllm_fake.RoutedExperts(4), "another.experts") is None
     layer = vllm_fake.RoutedExperts(4, expert_map=torch.tensor([0, -1, 1, -1]))
     method = config.get_quant_method(layer, path)
     method.create_weights(layer, 2, 32, 64)
-    with pytest.raises(FormatError, match=r"the experts \[0, 2\] for a rank; takes neighbours"):
+    with pytest.raises(FormatError, match=r"experts \[0, 2\].*linear"):
         method.process_weights_after_loading(layer)
-    with pytest.raises(ShapeError, match=r"columns 0 to 16 of 64 for a rank; takes multiples of 32"):
+    with pytest.raises(ShapeError, match=r"columns 0 and 16 of 64.*multiples of 32"):
         method.create_weights(layer, 4, 32, 16)
     del config.matrices[f"{path}.up_proj"]
-    with pytest.raises(FormatError, match=r"up_proj as numbers beside quantized parts of the same layer"):
+    with pytest.raises(FormatError, match=r"up_proj is not quantized"):
         config.get_quant_method(vllm_fake.RoutedExperts(4), path)

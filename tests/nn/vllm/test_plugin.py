@@ -43,7 +43,7 @@ def test_the_entry_point_leads_to_a_function():
 def test_a_vllm_that_is_too_old_is_told_so(version, old):
     assert is_old(version) == old
     if old:
-        with pytest.raises(BackendUnavailable, match=r"version of vllm: got 0.31.2; takes 0.32 or newer"):
+        with pytest.raises(BackendUnavailable, match=r"version of vllm.*0.31.2.*0.32 or newer"):
             check_version(version)
 
 
@@ -72,10 +72,10 @@ def test_one_pattern_stands_for_all_layers_unless_another_tensor_has_such_a_name
 
 
 def test_a_folder_that_is_not_there_or_not_quantized_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match=r"got some/model; takes a model's folder on this machine"):
+    with pytest.raises(CheckpointError, match=r"some/model.*folder on this machine.*hf download"):
         open_folder("some/model")
     write_folder(tmp_path, "plain")
-    with pytest.raises(CheckpointError, match=r"without quantized matrices; takes quantized ones: billfish quantize"):
+    with pytest.raises(CheckpointError, match=r"no quantized matrices.*billfish quantize"):
         matrices_of(open_folder(str(tmp_path)))
 
 
@@ -88,7 +88,7 @@ def test_the_parts_of_a_merged_layer_have_the_names_of_the_folder():
     assert names_of_parts("a.qkv_proj", MERGED, {"a.qkv_proj": PLAIN}) == ["a.qkv_proj"]
     assert names_of_parts("a.o_proj", MERGED, three) == []
     assert names_of_parts("lm_head", MERGED, {"lm_head": PLAIN}) == ["lm_head"]
-    with pytest.raises(FormatError, match=r"a.v_proj as numbers beside .* takes a.q_proj, a.k_proj, a.v_proj all"):
+    with pytest.raises(FormatError, match=r"a.q_proj, a.k_proj, a.v_proj all.* a.v_proj is not quantized"):
         names_of_parts("a.qkv_proj", MERGED, {"a.q_proj": PLAIN, "a.k_proj": PLAIN})
 
 
@@ -147,9 +147,9 @@ def test_what_cannot_be_joined_stays_apart(tmp_path):
 @pytest.mark.parametrize(
     ("matrix", "parts", "columns", "words"),
     [
-        (PLAIN, [Part(64)], (48, 96), r"columns 48 to 96 of 96 for a rank; takes multiples of 32.*: 1, 3 ranks"),
-        (PLAIN._replace(reordered=True), [Part(64)], (0, 48), r"takes --tensor-parallel-size 1, or .* act-order"),
-        (PLAIN, [Part(32, 0, 4)], None, r"matrices of \(64, 96\); takes 128 rows"),
+        (PLAIN, [Part(64)], (48, 96), r"columns 48 and 96 of 96.*multiples of 32.* 1, 3 ranks"),
+        (PLAIN._replace(reordered=True), [Part(64)], (0, 48), r"--tensor-parallel-size 1, or .* act-order"),
+        (PLAIN, [Part(32, 0, 4)], None, r"\(64, 96\).*128 rows"),
     ],
 )
 def test_shares_that_cannot_be_are_refused(matrix, parts, columns, words):

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.checkpoints.tokenizer.tokenizer import CONTROL, UNUSED, Tokenizer
-from billfish.core.errors import BillfishError, DataError, complaint
+from billfish.core.errors import BillfishError, DataError, bad_argument, failure
 from billfish.core.extras import require
-from billfish.serving.engine import grammar_process
+from billfish.llm import grammar_process
 
-CALL = "serving.json_schema"
+CALL = "json_schema"
 EXTRA = "serve"
 # What a schema may have at most. Schemas of programs have a tenth of it. What the limits let through may still take
 # long to compile: grammar_process.py ends that.
@@ -54,7 +54,21 @@ def json_schema(schema: Mapping[str, Any]) -> Grammar:
     try:
         return Grammar(json.dumps(schema))
     except (TypeError, ValueError) as error:
-        raise DataError(complaint(CALL, "schema", f"one that fails ({error})", "a JSON schema")) from None
+        raise DataError(failure(CALL, f"the schema is not JSON: {error}")) from None
+
+
+def read_response_format(call: str, given: object) -> Grammar | None:
+    """The grammar of OpenAI's `response_format`; None for free text. Raises DataError for anything else."""
+    takes = """{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": ...}}"""
+    kind = given.get("type") if isinstance(given, Mapping) else given
+    if isinstance(given, Mapping) and kind == "json_schema":
+        inner = given.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, Mapping) else None
+        if isinstance(schema, Mapping):
+            return json_schema(schema)
+    elif isinstance(given, Mapping) and kind in ("text", "json_object"):
+        return json_object() if kind == "json_object" else None
+    raise DataError(bad_argument(call, "response_format", repr(given), takes))
 
 
 def check_schema(schema: object) -> None:
@@ -85,18 +99,18 @@ def check_schema(schema: object) -> None:
                 counts["different $refs"] = len(refs)
         for what, most in LIMITS.items():
             if counts[what] > most:
-                raise DataError(complaint(CALL, "schema", f"one with {counts[what]} {what}", f"at most {most}"))
+                raise DataError(failure(CALL, f"the schema has {counts[what]} {what}; the limit is {most}"))
 
 
 @contextmanager
-def library_errors(call: str, argument: str, takes: str) -> Iterator[None]:
+def library_errors(call: str, problem: str) -> Iterator[None]:
     """What llguidance raises becomes a DataError. A panic inside it is not even an Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, BillfishError):
         raise
     except BaseException as error:
-        raise DataError(complaint(call, argument, f"one that fails ({error})", takes)) from None
+        raise DataError(failure(call, f"{problem}: {error}")) from None
 
 
 class Vocabulary:
@@ -122,8 +136,8 @@ class Vocabulary:
         that only fill up the vocabulary are in no text. They begin with 0xff."""
         ends = sorted(token for token in self._tokenizer.ends if token < self.size)
         if not ends:
-            got = "one for a model without a token that ends answers"
-            raise DataError(complaint("serving.Engine", "grammar", got, "another model"))
+            problem = "this model has no end token, which a grammar needs"
+            raise DataError(failure(CALL, problem, "Send the request without a schema."))
         special = [i for i, kind in enumerate(self._tokenizer.kinds[: self.size]) if kind in (CONTROL, UNUSED)]
         tokens = [self._tokenizer.piece_bytes(i) for i in range(len(self._tokenizer.kinds[: self.size]))]
         for i in special:
@@ -164,7 +178,7 @@ class Matcher:
             return bool(self._state.is_stopped())
 
     def _errors(self) -> AbstractContextManager[None]:
-        return library_errors("serving.Engine", "grammar", "a simpler one: the answer cannot go on")
+        return library_errors(CALL, "the grammar failed, and the answer cannot go on")
 
     def _check(self) -> None:
         if self._state.is_error():
@@ -181,3 +195,10 @@ class CompiledGrammar:
     def matcher(self) -> Matcher:
         """One for one answer."""
         return Matcher(self._native.deep_copy(), self._size)
+
+
+def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
+    """Compile a grammar. Make one for each request. Raises DataError for a schema that cannot be used."""
+    with library_errors(CALL, "llguidance cannot compile the schema"):
+        native = grammar_process.build(require("llguidance", EXTRA), vocabulary.native, grammar.schema)
+    return CompiledGrammar(native, vocabulary.size)
