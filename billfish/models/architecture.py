@@ -97,6 +97,7 @@ SIZES = NEEDED | {
     "rope_theta": "rope.freq_base",
 }
 EXPERT_SIZE = {"moe_intermediate_size": "expert_feed_forward_length"}
+SHARED_SIZE = "expert_shared_feed_forward_length"  # the field for the expert of all tokens
 NORMALIZED = {"norm_topk_prob": "expert_weights_norm"}
 WINDOW = {"sliding_window": "attention.sliding_window"}
 CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}

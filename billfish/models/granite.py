@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from billfish.core.errors import CheckpointError, bad_argument
-from billfish.models.architecture import FULL, Architecture, Config, Field, expert_modules, expert_settings
+from billfish.models.architecture import FULL, SHARED_SIZE, Architecture, Config, Field, expert_modules, expert_settings
 from billfish.models.description import Convolution, FeedForward, Mamba2, Matrix, Mixer, Vector
 from billfish.models.difference import NEGATIVE_EXPONENTIAL, Difference
 from billfish.models.fields import CONFIG_CALL, Fields, number, refuse
-from billfish.models.qwen2 import SHARED_SIZE
 
 LINEAR = "linear_attention"
 KINDS = {LINEAR: LINEAR, "mamba": LINEAR, FULL: FULL, "attention": FULL}  # of layers, also by their older names

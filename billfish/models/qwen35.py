@@ -8,11 +8,19 @@ from typing import Any, ClassVar
 import numpy as np
 
 from billfish.core.errors import CheckpointError, bad_argument
-from billfish.models.architecture import EXPERT_SIZE, FULL, Architecture, Config, Field, expert_modules, expert_settings
+from billfish.models.architecture import (
+    EXPERT_SIZE,
+    FULL,
+    SHARED_SIZE,
+    Architecture,
+    Config,
+    Field,
+    expert_modules,
+    expert_settings,
+)
 from billfish.models.description import Block, Convolution, FeedForward, GatedDeltaNet, Matrix, Mixer, Vector
 from billfish.models.difference import NEGATIVE_EXPONENTIAL, PLUS_ONE, Difference, tiled
 from billfish.models.fields import CONFIG_CALL, Fields, number, refuse, section
-from billfish.models.qwen2 import SHARED_SIZE
 
 LINEAR = "linear_attention"
 STEP = 4  # every so many-th layer is attention, if nothing is said

@@ -112,12 +112,10 @@ def test_a_rollback_goes_to_a_checkpoint_and_on_from_there(model_of, name):
 
 @ONE_OF_EACH
 def test_ends_of_messages_are_checkpoints(model_of, name):
+    """The token </s> ends a message, as the tokenizer says."""
     model, cache, tokens = model_of(name), model_of(name).cache(), [*LONG[:100], 1, *LONG[100:140]]
-    try:
-        model.decoder.message_ends = frozenset({1})
-        whole = fed(model, tokens, [30], cache=cache)
-    finally:
-        model.decoder.message_ends = frozenset()
+    assert 1 in model.tokenizer.ends
+    whole = fed(model, tokens, [30], cache=cache)
     assert cache.rollback(120) == 101
     assert_same_bits(fed(model, tokens[101:], [], cache=cache), whole[101:])
 
@@ -152,6 +150,16 @@ def test_a_copy_goes_on_as_the_original(model_of, name):
     assert begun.tokens == LONG[: 2 * EVERY]
     assert_same_bits(fed(model, LONG[2 * EVERY : 150], [], cache=begun), whole[2 * EVERY :])
     assert_same_bits(fed(model, [9], [], cache=copied), fed(model, [9], [], cache=cache))
+
+
+def test_checkpoints_stay_within_their_budget():
+    """Four of them fit in 256 MiB beside each other: those of the latest message ends, and the last position's."""
+    state = _cpu.SequenceState([(0, 16, 0, 1 << 24)], False, 64)
+    assert state.nbytes == 4 << 24
+    for start in range(0, 1280, EVERY):
+        state.reserve(start, EVERY, 2048, [start + 10] if start in (128, 640) else [])
+    assert state.checkpoints == 4
+    assert [state.restorable(n) for n in (100, 200, 649, 700, 1280)] == [0, 138, 138, 650, 1280]
 
 
 @ONE_OF_EACH

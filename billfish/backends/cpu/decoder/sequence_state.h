@@ -2,6 +2,7 @@
 // still sees. Recurrent layers keep a state of fixed size: that of the last position, and of checkpoints, as it cannot be cut back.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -25,7 +26,7 @@ constexpr int64_t RING_ROWS = 256;
 // A checkpoint is made after each of so many positions, and where a message ends; of those that would take more memory than this, few are kept.
 constexpr int64_t CHECKPOINT_EVERY = 64;
 constexpr size_t CHECKPOINT_BYTES = size_t(1) << 28;
-constexpr size_t LEAST_CHECKPOINTS = 2;
+constexpr size_t LEAST_CHECKPOINTS = 4;
 
 // What a layer keeps. A layer without keys of its own has no heads, and one without a recurrent state no numbers.
 struct StateShape {
@@ -188,16 +189,19 @@ class SequenceState {
     checkpoints_.erase(std::remove_if(checkpoints_.begin(), checkpoints_.end(), [&](const auto& each) { return each->position > position; }), checkpoints_.end());
   }
 
-  // Of too many, the one goes without which the largest gap stays smallest; ends of messages, where prompts part, count four times.
+  // Of too many, one goes whose gap, if it is gone, is small beside its distance from the end: prompts part near their ends, so checkpoints are the
+  // denser, the later they are. Ends of messages, where prompts part most often, count four times.
   void add_checkpoint(int64_t position, bool message_end) {
     const size_t most = std::max(LEAST_CHECKPOINTS, CHECKPOINT_BYTES / (numbers_.size() * sizeof(float)));
     checkpoints_.push_back(std::make_shared<Checkpoint>(position, message_end, int64_t(numbers_.size())));
     if (checkpoints_.size() <= most) return;
     size_t worst = 0;
-    int64_t least = 0;
+    double least = INFINITY;
     for (size_t i = 0; i + 1 < checkpoints_.size(); i++) {
-      const int64_t gap = (checkpoints_[i + 1]->position - (i ? checkpoints_[i - 1]->position : 0)) * (checkpoints_[i]->message_end ? 4 : 1);
-      if (i == 0 || gap < least) worst = i, least = gap;
+      const Checkpoint& each = *checkpoints_[i];
+      const int64_t gap = checkpoints_[i + 1]->position - (i ? checkpoints_[i - 1]->position : 0);
+      const double loss = double(gap * (each.message_end ? 4 : 1)) / double(position - each.position + CHECKPOINT_EVERY);
+      if (loss < least) worst = i, least = loss;
     }
     checkpoints_.erase(checkpoints_.begin() + int64_t(worst));
   }
