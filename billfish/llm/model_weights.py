@@ -129,7 +129,10 @@ class ModelTensors:
         """Its numbers; None for none."""
         if vector is None:
             return None
-        numbers = self._numbers(vector.name, vector.stored or (vector.size,)).reshape(vector.size)
+        shape = vector.stored or (vector.size,)
+        if self.has(vector.name) and self.source.tensors.describe(vector.name).shape == (1, vector.size):
+            shape = (1, vector.size)  # as llama.cpp writes the gate of a shared expert
+        numbers = self._numbers(vector.name, shape).reshape(vector.size)
         return numbers if vector.factor == 1 else numbers * np.float32(vector.factor)
 
     def convolution(self, part: Convolution) -> tuple[Floats, Floats | None]:

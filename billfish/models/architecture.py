@@ -193,7 +193,7 @@ class Architecture:
                     failure(CONFIG_CALL, f"{name} has {n} rows for {heads} heads, not an even number each")
                 )
             return Difference(rows=neighbours(n, heads))
-        if name == "ffn_gate_inp_shexp.weight":  # a matrix of one row, which is a vector in GGUF
+        if name == "ffn_gate_inp_shexp.weight" and len(shape) == 1:  # a matrix of one row; in old GGUF files, a vector
             return Difference(folder_axis=0)
         return SAME
 

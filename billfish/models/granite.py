@@ -87,11 +87,14 @@ class GraniteHybrid(GraniteMoe):
             size = f.size(SHARED_SIZE if f.size("expert_count", 0) else "feed_forward_length")
             first = size if name.startswith("ffn_up") else 0
             return Difference(rows=np.arange(first, first + size))
+        if name == "ssm_norm.weight":
+            groups = f.size("ssm.group_count")
+            refuse(groups < 1, "ssm.group_count", groups, "a positive number")
+            return Difference(gguf_groups=groups)
         known = {
             "ssm_conv1d.weight": Difference(folder_axis=1),
             "ssm_a": Difference(values=NEGATIVE_EXPONENTIAL, gguf_axis=1),
             "ssm_d": Difference(gguf_axis=1),
-            "ssm_norm.weight": Difference(gguf_groups=f.size("ssm.group_count")),
         }
         return known.get(name) or super().difference(f, name, shape)
 

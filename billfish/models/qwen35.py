@@ -19,7 +19,7 @@ from billfish.models.architecture import (
     expert_settings,
 )
 from billfish.models.description import Block, Convolution, FeedForward, GatedDeltaNet, Matrix, Mixer, Vector
-from billfish.models.difference import NEGATIVE_EXPONENTIAL, PLUS_ONE, Difference, tiled
+from billfish.models.difference import NEGATIVE_EXPONENTIAL, PLUS_ONE, SAME, Difference, tiled
 from billfish.models.fields import CONFIG_CALL, Fields, number, refuse, section
 
 LINEAR = "linear_attention"
@@ -76,9 +76,9 @@ class Qwen35(Architecture):
     def difference(self, f: Fields, name: str, shape: tuple[int, ...]) -> Difference:
         if name.endswith("norm.weight") and name != "ssm_norm.weight":
             return Difference(values=PLUS_ONE)
-        groups, heads = f.size("ssm.group_count"), f.size("ssm.time_step_rank")
-        if name.startswith(("ssm_", "attn_qkv", "attn_gate")):
-            refuse(groups < 1 or heads < 1 or heads % groups != 0, "ssm.time_step_rank", heads, f"{groups} times some")
+        if not name.startswith(("ssm_", "attn_qkv.", "attn_gate.")):
+            return super().difference(f, name, shape)
+        groups, heads = self.heads(f)
         size, keys, sharing = f.size("ssm.inner_size") // heads, groups * f.size("ssm.state_size"), heads // groups
         moves = self.tiled and sharing > 1
         each = tiled(groups, sharing, 1) if moves else None  # one number or row for each value head
@@ -94,7 +94,7 @@ class Qwen35(Architecture):
             "ssm_conv1d.weight": Difference(rows=channels, folder_axis=1),
             "ssm_out.weight": Difference(columns=values),
         }
-        return known.get(name) or super().difference(f, name, shape)
+        return known.get(name, SAME)
 
     # ---- hyperparameters ---------------------------------------------------------------------------------------------
 
@@ -162,9 +162,7 @@ class Qwen35(Architecture):
         return self.delta_net(f, i) if self.is_recurrent(f, i) else self.attention(f, i, head_norms="each", gated=True)
 
     def delta_net(self, f: Fields, i: int) -> GatedDeltaNet:
-        key_heads, heads = f.size("ssm.group_count"), f.size("ssm.time_step_rank")
-        takes = f"a multiple of {key_heads} key heads"
-        refuse(key_heads < 1 or heads < 1 or heads % key_heads != 0, "ssm.time_step_rank", heads, takes)
+        key_heads, heads = self.heads(f)
         key_size, inner, taps = f.size("ssm.state_size"), f.size("ssm.inner_size"), f.size("ssm.conv_kernel")
         refuse(key_size < 1 or key_size % 16 != 0, "ssm.state_size", key_size, "a multiple of 16")
         refuse(inner < 1 or inner % (16 * heads) != 0, "ssm.inner_size", inner, f"{heads} heads, multiples of 16")
@@ -187,6 +185,14 @@ class Qwen35(Architecture):
             norm=Vector(f"{at}ssm_norm.weight", inner // heads),
             output=Matrix(f"{at}ssm_out", hidden, inner),
         )
+
+    def heads(self, f: Fields) -> tuple[int, int]:
+        """Of keys, and of values."""
+        key_heads, heads = f.size("ssm.group_count"), f.size("ssm.time_step_rank")
+        refuse(key_heads < 1, "ssm.group_count", key_heads, "a positive number")
+        takes = f"a multiple of {key_heads}, the key heads"
+        refuse(heads < 1 or heads % key_heads != 0, "ssm.time_step_rank", heads, takes)
+        return key_heads, heads
 
     def gates(self, f: Fields, i: int, heads: int, hidden: int) -> tuple[Matrix, Matrix]:
         """beta and alpha."""

@@ -30,7 +30,7 @@ class Qwen3Next(Qwen35Moe):
         if name not in ("attn_qkv.weight", "attn_gate.weight"):
             return super().difference(f, name, shape)
         # A folder has q, k, v and z of a key head below each other.
-        groups, key = f.size("ssm.group_count"), f.size("ssm.state_size")
+        (groups, _), key = self.heads(f), f.size("ssm.state_size")
         value = f.size("ssm.inner_size") // groups
         rows = np.arange(groups * 2 * (key + value)).reshape(groups, -1)
         q, k, v, z = (part.ravel() for part in np.split(rows, np.cumsum([key, key, value]), axis=1))

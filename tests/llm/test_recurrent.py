@@ -16,6 +16,7 @@ import billfish as bf
 from billfish.backends.cpu import _cpu
 from billfish.llm import load
 from billfish.llm.sampler import Sampler, Sampling
+from billfish.models import describe
 from billfish.models.description import Attention
 
 EVERY_MODEL = pytest.mark.parametrize("name", RECURRENT)
@@ -175,6 +176,33 @@ def test_eight_sequences_hold_eight_states(model_of, name):
     for _ in range(3):
         model.decoder.run([(cache, [5]) for cache in caches], "q16")
     assert [cache.nbytes for cache in caches] == [held] * 8
+
+
+# ---- what cannot run -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("qwen35", "ssm.group_count", 0),
+        ("qwen35", "ssm.time_step_rank", 3),
+        ("qwen35", "ssm.state_size", 24),
+        ("qwen35", "ssm.inner_size", 100),
+        ("qwen35", "ssm.conv_kernel", 0),
+        ("qwen35", "full_attention_interval", 0),
+        ("lfm2", "shortconv.l_cache", 65),
+        ("granitehybrid", "ssm.group_count", 3),
+        ("granitehybrid", "ssm.time_step_rank", 0),
+        ("granitehybrid", "ssm.state_size", 8),
+        ("granitehybrid", "ssm.inner_size", 120),
+        ("granitehybrid", "ssm.conv_kernel", -1),
+    ],
+)
+def test_bad_fields_are_named(model_of, name, field, value):
+    source = model_of(name).decoder.tensors.source
+    fields = {**source.fields, f"{name}.{field}": value}
+    with pytest.raises(bf.ModelError, match=rf"{field} is {value}"):
+        describe(fields, source.vocabulary, source.tensors)
 
 
 # ---- quantizing ------------------------------------------------------------------------------------------------------

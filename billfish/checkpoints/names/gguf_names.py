@@ -209,7 +209,8 @@ def _translated(
         return Renamed(entry, new, rows, columns)
     shape, values = difference.shape(about.shape, to_gguf), difference.values
     function = None if values is None else values.to_gguf if to_gguf else values.to_folder
-    exact = to_gguf and (len(about.shape) == 1 or gguf.endswith((".bias", "ffn_gate_inp.weight")))
+    precise = (".bias", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+    exact = to_gguf and (len(about.shape) == 1 or gguf.endswith(precise))
     if not exact and function is None and shape == about.shape:
         return Renamed(entry, new, rows, columns)
     if to_gguf:  # rows are those of GGUF's shape

@@ -16,11 +16,6 @@ from billfish.core.errors import CheckpointError, failure
 from billfish.core.format import Format
 from billfish.models import MODEL_TYPES
 
-# What is usually left as it is: embeddings, the last layer, norms, and the small matrices that choose experts.
-SENSITIVE = re.compile(
-    r"(^|\.)(lm_head|output|\w*embe?d\w*|wte|wpe|token_types|\w*norm\w*"
-    r"|router|router\.layer|gate|shared_expert_gate|ffn_gate_inp|ffn_gate_inp_shexp)(\.weight)?$"
-)
 # Tensors of three axes that are quantized: the experts of a model. Others may be convolutions.
 EXPERTS = re.compile(r"(^|\.)(experts|switch_mlp|block_sparse_moe)\.|_exps\.")
 
