@@ -27,7 +27,7 @@ ExpertNames = Literal["as they are", "one by one", "mlx stacks", "transformers s
 # Embeddings, the last layer, norms, convolutions, and the small matrices that choose experts: usually not quantized.
 SENSITIVE = (
     r"(^|\.)(lm_head|output|\w*embe?d\w*|wte|wpe|token_types|\w*norm\w*"
-    r"|router|router\.layer|gate|shared_expert_gate|ffn_gate_inp|ffn_gate_inp_shexp|\w*conv1d|conv)(\.weight)?$"
+    r"|router|router\.layer|gate|shared_expert_gate|ffn_gate_inp|ffn_gate_inp_shexp|ssm_conv1d|shortconv\.conv)(\.weight)?$"
 )
 
 
