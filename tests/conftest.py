@@ -37,6 +37,7 @@ MARKS = {
     "core/test_typing.py": "process",
     "docs": "process",
     "docs/test_site_bits.py": "browser",
+    "docs/test_site_layout.py": "browser",
     "llm": "model",
     "nn": "torch",
     "quantizing": "model",

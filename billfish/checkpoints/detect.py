@@ -68,9 +68,11 @@ def open_path(path: Path) -> Found:
 
 def no_download(path: Path) -> str:
     """How to get a model, which may have been named as on the Hugging Face Hub."""
-    known = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None
-    what = f"{path} --local-dir {path.name}" if known else "ORG/NAME --local-dir DIR"
-    return f"billfish does not download models. Run: hf download {what}"
+    known = re.fullmatch(r"https?:/+huggingface\.co/([\w.-]+/[\w.-]+)(?:/.*)?", str(path))
+    if known is None and path.suffix not in (".gguf", ".safetensors"):
+        known = re.fullmatch(r"([\w.-]+/[\w.-]+)", str(path))
+    name = "ORG/NAME" if known is None else known[1]
+    return f"billfish does not download models. Run: hf download {name} --local-dir DIR"
 
 
 def contents(head: bytes) -> str:

@@ -1,4 +1,4 @@
-"""`billfish calibrate`: statistics of a model's activations, to a file."""
+"""`billfish calibrate`: write activation statistics of a model to a file."""
 
 from __future__ import annotations
 
@@ -6,24 +6,39 @@ import argparse
 import sys
 from pathlib import Path
 
-from billfish.cli.model_arguments import add_threads, set_threads
+from billfish.cli.model_arguments import DEFAULT, add_threads, set_threads
 from billfish.llm.model import default_model
-from billfish.quantizing.calibrate_checkpoint import DEFAULT_NAME, calibrate_checkpoint
+from billfish.quantizing.calibrate_checkpoint import calibrate_checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="as `billfish run` takes it; it runs on the CPU")
-    parser.add_argument("--text", metavar="FILE", help="what runs through it, in UTF-8 (default: a built-in text)")
     parser.add_argument(
-        "-o", "--out", required=True, metavar="STATS", help="a file to create: .safetensors, or .gguf for an imatrix"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"GGUF file, safetensors file or model folder; it runs on the CPU (default: {DEFAULT})",
     )
-    parser.add_argument("--hessian", action="store_true", help="keep X^T X too, for `quantize --method gptq`")
+    parser.add_argument("--text", metavar="FILE", help="calibration text, in UTF-8 (default: a built-in text)")
     parser.add_argument(
-        "--tokens", type=int, default=32768, metavar="N", help="at most the first N tokens (default: 32768)"
+        "-o",
+        "--out",
+        required=True,
+        metavar="STATS",
+        help="file to write: .safetensors, or .gguf, which llama.cpp reads as an imatrix (required)",
     )
     parser.add_argument(
-        "--window", type=int, metavar="N", help="context length of each window (default: 512, or the model's)"
+        "--hessian", action="store_true", help="also store X^T X, which `quantize --method gptq` needs (default: off)"
     )
+    parser.add_argument(
+        "--tokens", type=int, default=32768, metavar="N", help="use the first N tokens of the text (default: 32768)"
+    )
+    parser.add_argument(
+        "--window",
+        type=int,
+        metavar="N",
+        help="tokens that attend to each other (default: 512, or the model's context length if shorter)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace STATS if it exists (default: off)")
     add_threads(parser)
 
 
@@ -31,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Write the file; print one line about it."""
     set_threads("calibrate", arguments.threads)
     if arguments.text is None:
-        print(f"calibrating with {DEFAULT_NAME}; --text FILE takes another", file=sys.stderr)
+        print("Calibrating with the built-in text; --text FILE uses another.", file=sys.stderr)
     statistics = calibrate_checkpoint(
         arguments.model or default_model(),
         arguments.out,
@@ -39,6 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
         hessian=arguments.hessian,
         tokens=arguments.tokens,
         window=arguments.window,
+        overwrite=arguments.force,
     )
     out = Path(arguments.out)
     about = f"{len(statistics)} matrices, {statistics.tokens} tokens in windows of {statistics.window}, on the CPU"

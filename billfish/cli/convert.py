@@ -11,20 +11,22 @@ LAYOUTS = "billfish, compressed-tensors, mlx, gptq, gptq_v2, awq or gguf"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoints(parser)
-    parser.add_argument("--to", required=True, metavar="LAYOUT", help=f"{LAYOUTS}, or plain for no quantized weights")
+    parser.add_argument(
+        "--to", required=True, metavar="LAYOUT", help=f"{LAYOUTS}, or plain, which dequantizes all weights (required)"
+    )
     parser.add_argument(
         "--dtype",
         metavar="TYPE",
-        help="bfloat16, float16 or float32 for matrices that are written unquantized: all of them in plain and gguf, "
-        "embeddings and the last layer in gptq and awq",
+        help="type of unquantized matrices: bfloat16, float16 or float32. With --to plain or gguf, all matrices are "
+        "written so; with gptq and awq, embeddings and the LM head (default: as in IN)",
     )
     add_writing(parser)
 
 
 def add_checkpoints(parser: argparse.ArgumentParser) -> argparse.Action:
     """IN and OUT; returns the latter."""
-    parser.add_argument("source", metavar="IN", help="a .gguf or .safetensors file, or a model's folder")
-    return parser.add_argument("out", metavar="OUT", help="a folder to create, or a file: .gguf or .safetensors")
+    parser.add_argument("source", metavar="IN", help="checkpoint to read: GGUF file, safetensors file or model folder")
+    return parser.add_argument("out", metavar="OUT", help="folder to write, or a .gguf or .safetensors file")
 
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
@@ -32,14 +34,14 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requantize",
         action="store_true",
-        help="weights that the layout cannot hold as they are may be quantized again",
+        help="requantize quantized weights where that is needed, with loss (default: off)",
     )
     parser.add_argument(
         "--raw-names",
         action="store_true",
-        help="write GGUF even for unknown architectures; only billfish can read the file",
+        help="write GGUF even for an unknown architecture; only billfish reads such a file (default: off)",
     )
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists, once the new one is whole")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists (default: off)")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""`billfish eval`: how well models predict a text, one model or several beside one another."""
+"""`billfish eval`: perplexity and KL divergence of one model, or a table of several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from billfish.cli.model_arguments import add_model_arguments, load_model, load_quickly, set_threads
 from billfish.cli.pictures import INK, add_caption, png, require
-from billfish.core.errors import DataError, complaint
+from billfish.core.errors import DataError, readable
 from billfish.core.files import read_text, write_atomically
 from billfish.llm.evaluation import Evaluation, Truth, evaluate, usual_window
 from billfish.llm.model import Model
@@ -19,17 +19,25 @@ COLUMNS = ("model", "bits per weight", "perplexity", "KL divergence", "same best
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, several=True)
-    parser.add_argument("--text", required=True, metavar="FILE", help="what to predict, in UTF-8")
-    parser.add_argument("--against", metavar="MODEL", help="compare with this model's exact predictions")
+    parser.add_argument("--text", required=True, metavar="FILE", help="text to predict, in UTF-8 (required)")
+    parser.add_argument(
+        "--against",
+        metavar="MODEL",
+        help="reference model: report the KL divergence from its logits, computed exactly (default: none)",
+    )
     parser.add_argument(
         "--window",
         type=int,
         metavar="N",
-        help="context length of each evaluation window (default: 512, or the model's)",
+        help="tokens that attend to each other (default: 512, or the model's context length if shorter)",
     )
-    parser.add_argument("--tokens", type=int, metavar="N", help="only the first N tokens (default: all)")
-    parser.add_argument("--json", action="store_true", help="one line of JSON for each model")
-    parser.add_argument("--plot", metavar="FILE", help="a picture, KL divergence over bits per weight (.png)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="use the first N tokens of the text (default: all)")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document, a list with an object per model (default: off)"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help=".png file to write: KL divergence over bits per weight (default: none)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -37,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
     set_threads("eval", arguments.threads)
     for name, count in (("tokens", arguments.tokens), ("window", arguments.window)):
         if count is not None and count < 2:
-            raise DataError(complaint("eval", f"--{name}", count, "a whole number from 2 on"))
+            raise DataError(f"eval: --{name} is {count}. Pass at least 2.")
     if arguments.plot:
         _check_plot(arguments.plot, arguments.against)
     text = read_text("eval", "--text", arguments.text)
@@ -52,10 +60,10 @@ def run(arguments: argparse.Namespace) -> None:
         window = arguments.window or (usual_window(model) if truth is None else truth.window)
         found = evaluate(model, tokens, against=truth, activations=arguments.activations, window=window, progress=True)
         records.append(record_of(model, path, found, arguments.activations, window))
-        if arguments.json:
-            print(json.dumps(records[-1]), flush=True)
         del model
-    if not arguments.json:
+    if arguments.json:
+        print(json.dumps(records))
+    else:
         beside = None if arguments.against is None else Path(arguments.against).name
         print("\n".join(_lines(records, beside) if len(records) > 1 else _sentences(records[0], beside)))
     if arguments.plot:
@@ -134,7 +142,7 @@ def picture(records: list[dict[str, Any]], against: str) -> Any:
 def _check_plot(path: str, against: str | None) -> None:
     """Raises before hours are spent on numbers that nothing can draw."""
     if against is None:
-        raise DataError(complaint("eval", "--plot", "no --against", "a model to compare with: the picture is of KL"))
+        raise DataError("eval: --plot needs --against MODEL: it shows the KL divergence from that model.")
     if Path(path).suffix != ".png":
-        raise DataError(complaint("eval", "--plot", repr(path), "a name that ends in .png"))
+        raise DataError(f"eval: --plot {readable(path)} is no .png file. Choose a name that ends in .png.")
     require()

@@ -17,18 +17,21 @@ import numpy as np
 
 from billfish.core import bits
 from billfish.core.elements import E2M1, E2M1X2, E4M3, FP4, Element, Integer, Signed, SortedFloats, Table
-from billfish.core.errors import DataError, complaint
+from billfish.core.errors import DataError
 from billfish.core.format import Format, GroupValues, Planes, get_format
 from billfish.core.scales import decode_e4m3, decode_e8m0, encode_e4m3, encode_e8m0
 from billfish.core.terminal import Style
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("format", metavar="FORMAT", help="a name that `billfish formats` lists")
-    parser.add_argument("code", metavar="CODE", type=integer, help="the stored code: 5, 0b0101 or 0x5")
-    parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="the scale of its group (default: 1)")
+    parser.add_argument("format", metavar="FORMAT", help="name of a format; `billfish formats` lists all")
+    parser.add_argument("code", metavar="CODE", type=integer, help="stored code, such as 5, 0b0101 or 0x5")
+    parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="scale of the group (default: 1)")
     parser.add_argument(
-        "--offset", type=float, metavar="Z", help="its zero point (default: 8) or minimum (default: 0), if it has one"
+        "--offset",
+        type=float,
+        metavar="Z",
+        help="zero point or minimum of the group, if the format has one (default: zero point 8, minimum 0)",
     )
 
 
@@ -183,8 +186,8 @@ def explain(format: Format, code: int, scale: float, offset: float | None, out: 
     """Print the walk of one code; returns the value that the format gives it."""
     element, style = format.element, Style(out)
     if not 0 <= code < 2**element.bits:
-        takes = f"0 to {2**element.bits - 1} for {format.name}, such as 5, 0b101 or 0x5"
-        raise DataError(complaint("explain", "CODE", code, takes))
+        most = 2**element.bits - 1
+        raise DataError(f"explain: CODE {code} is no code of {format.name}. Pass 0 to {most}, such as 5, 0b101 or 0x5.")
     planes = planes_of(format, code, scale, offset)
     title = f"{format.name}, code {code} = 0b{code:0{element.bits}b}"
     print(style(title, "bold") + f"   {made_of(format)}\n", file=out)
@@ -234,12 +237,12 @@ def held_scale(format: Format) -> str:
 
 def refused_scale(format: Format) -> str:
     """What is said of a scale that the format cannot hold, for str.format with `asked`."""
-    return complaint("explain", "--scale", "{asked:g}", f"what {format.scale} can hold")
+    return f"explain: --scale {{asked:g}} cannot be stored as {format.scale}."
 
 
 def refused_offset() -> str:
     """What is said of an offset that is beyond float16, for str.format with `asked`."""
-    return complaint("explain", "--offset", "{asked:g}", "what float16 can hold")
+    return "explain: --offset {asked:g} cannot be stored as float16."
 
 
 def byte_scale(format: Format) -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
@@ -256,7 +259,7 @@ def planes_of(format: Format, code: int, scale: float, offset: float | None) -> 
     planes = format.quantize(np.zeros((1, run), np.float32), format.default_group_size, "rtn", None, **options)
     one = getattr(format, "sub_bias", 0) + 1
     if offset is not None and format.offset == "none":
-        raise DataError(complaint("explain", "--offset", f"{offset:g}", f"none: {format.name} has no offset"))
+        raise DataError(f"explain: {format.name} has no offset. Leave out --offset {offset:g}.")
     fill = {
         "codes": code,
         "scale": scale,

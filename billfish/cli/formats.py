@@ -11,7 +11,7 @@ from billfish.core.tables import print_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--markdown", action="store_true", help="as a Markdown table")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table (default: off)")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""`billfish info`: what was found on this machine, what will be used, and why not the rest.
+"""`billfish info`: the CPU, backends and packages of this machine, and why a backend is not usable.
 
 Packages are looked up, not imported: some take seconds.
 """
@@ -57,7 +57,7 @@ LABEL = 20  # columns of the names at the left
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else (default: off)")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -176,7 +176,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("memory", ", ".join(f"{size / 1e9:.1f} GB {name}" for name, size in memory.items())),
     ]
     lines += [("environment", f"{name}={value}") for name, value in facts["environment"].items()]
-    lines += [("", ""), ("backends", "the first that can run a product does")]
+    lines += [("", ""), ("backends", "the first usable one that supports a matmul runs it")]
     for name, answer in facts["backends"].items():
         usable = "no" if not answer["usable"] else "by name only" if answer["by_name_only"] else "yes"
         lines.append((f"  {name}", f"{usable}: {answer['about']}" if answer["about"] else usable))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections import defaultdict
@@ -11,12 +12,21 @@ from typing import Any, TextIO
 import numpy as np
 
 from billfish.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from billfish.checkpoints.layouts.gguf import Metadata
+from billfish.checkpoints.mixes import FILE_TYPES, MIXES
+from billfish.checkpoints.tokenizer.tokenizer_json import chat_template
+from billfish.core.errors import BillfishError
 from billfish.core.tables import table, terminal_width
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+# llama.cpp's names of its file types: those of mixes, else those of the one format or type.
+TYPE_NAMES = {number: kind.upper().replace("FLOAT", "F").removesuffix("_GGUF") for kind, number in FILE_TYPES.items()}
+TYPE_NAMES |= {mix.file_type: mix.name for mix in MIXES.values()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="a .gguf or .safetensors file, or a model's folder")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("path", metavar="PATH", help="GGUF file, safetensors file or model folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else (default: off)")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -24,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def print_checkpoint(checkpoint: Checkpoint, as_json: bool, out: TextIO) -> None:
-    """A line for each tensor and for each format, or all of it as JSON."""
+    """The model, then a line for each tensor and for each format; or all of it as JSON."""
     if as_json:
         json.dump(_as_json(checkpoint), out, indent=1)
         print(file=out)
@@ -42,7 +52,59 @@ def print_checkpoint(checkpoint: Checkpoint, as_json: bool, out: TextIO) -> None
         totals.append((kind, *_total(*count)))
     totals.append(("all", *_total(*(sum(count[i] for count in counts.values()) for i in range(3)))))
     width = terminal_width(out)
-    print("\n".join([*table(rows, width), "", *table(totals, width)]), file=out)
+    model = [(label, text) for label, text in _lines(model_facts(checkpoint)) if text]
+    parts = [part for part in (table(model, width), table(rows, width), table(totals, width)) if part]
+    print("\n\n".join(map("\n".join, parts)), file=out)
+
+
+def model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What headers and the files beside them say of the model; None for what they do not say."""
+    fields, config, folder = checkpoint.metadata, checkpoint.config, checkpoint.folder
+    facts: dict[str, Any]
+    if isinstance(fields, Metadata):
+        architecture = fields.get("general.architecture")
+        number = fields.get("general.file_type")
+        facts = {
+            "name": fields.get("general.name"),
+            "architecture": architecture,
+            "context_length": fields.get(f"{architecture}.context_length"),
+            "file_type": TYPE_NAMES.get(number, number) if isinstance(number, int) else None,
+            "tokenizer": fields.get("tokenizer.ggml.model"),
+            "vocabulary": fields.length("tokenizer.ggml.tokens") or None,
+            "chat_template": "tokenizer.chat_template" in fields,
+        }
+    else:
+        nested = config.get("text_config")  # of models that see, too
+        text = {**config, **(nested if isinstance(nested, dict) else {})}
+        files = [] if folder is None or not config else [name for name in TOKENIZERS if (folder / name).is_file()]
+        facts = {
+            "name": folder.name if config and folder else None,
+            "architecture": config.get("model_type"),
+            "context_length": text.get("max_position_embeddings"),
+            "file_type": None,
+            "tokenizer": files[0] if files else None,
+            "vocabulary": text.get("vocab_size"),
+            "chat_template": None,
+        }
+        with contextlib.suppress(BillfishError):  # a file of the tokenizer that is damaged says nothing of the weights
+            facts["chat_template"] = chat_template(folder) is not None if config and folder else None
+    return {name: value if isinstance(value, (str, int)) else None for name, value in facts.items()}
+
+
+def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The same for people."""
+    vocabulary = [f"{facts['vocabulary']} tokens"] if facts["vocabulary"] else []
+    return [
+        ("name", str(facts["name"] or "")),
+        ("architecture", str(facts["architecture"] or "")),
+        ("context length", f"{facts['context_length'] or ''}"),
+        ("file type", f"{facts['file_type'] or ''}"),
+        ("tokenizer", ", ".join([facts["tokenizer"], *vocabulary]) if facts["tokenizer"] else ""),
+        (
+            "chat template",
+            {True: "yes", False: "no", None: ""}[facts["chat_template"]] if facts["architecture"] else "",
+        ),
+    ]
 
 
 def _total(count: int, weights: int, nbytes: int) -> tuple[str, str, str, str]:
@@ -75,4 +137,5 @@ def _as_json(checkpoint: Checkpoint) -> dict[str, Any]:
             "bits_per_weight": about.bits_per_weight,
         }
         tensors.append(fields | ({"unsupported": about.unsupported} if about.unsupported else {}))
-    return {"path": str(checkpoint.path), "layouts": sorted(checkpoint.layouts), "tensors": tensors}
+    head = {"path": str(checkpoint.path), "layouts": sorted(checkpoint.layouts), **model_facts(checkpoint)}
+    return {**head, "tensors": tensors}

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import difflib
 import importlib
 import io
+import logging
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import billfish
-from billfish.core.errors import BillfishError, complaint, did_you_mean, printable
+from billfish.cli.parser import Parser
+from billfish.core.errors import BillfishError, printable, readable
+from billfish.core.terminal import Style
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
@@ -22,6 +25,7 @@ class Command(NamedTuple):
     """A line of the help. The file of the same name has the arguments, and is imported when the command is used."""
 
     purpose: str
+    usage: str
     example: str
     resumes: bool = False  # whether the same command continues after Ctrl-C where it stopped
 
@@ -29,48 +33,73 @@ class Command(NamedTuple):
 GROUPS = {
     "Models": {
         "run": Command(
-            "a language model answers: one prompt, or a chat",
-            'billfish run model.gguf -p "What is the capital of France?"',
+            "answer a prompt, or chat (`billfish chat` is the same)",
+            "[MODEL] [PROMPT] [options]",
+            'billfish run model.gguf "What is the capital of France?"',
         ),
         "serve": Command(
-            "a language model answers many users, by OpenAI's API and on a page",
+            "serve a model: OpenAI-compatible HTTP API and a chat page",
+            "[MODEL] [options]",
             "billfish serve model.gguf --port 8080",
         ),
         "eval": Command(
-            "how well models predict a text, and what a format costs",
+            "measure perplexity on a text, and KL divergence from another model",
+            "[MODEL ...] --text FILE [options]",
             "billfish eval model.gguf --text FILE --against other.gguf",
         ),
     },
     "Checkpoints": {
         "inspect": Command(
-            "list the tensors of a checkpoint: format, shape, bits, size", "billfish inspect model.gguf"
+            "show architecture, context, tokenizer and tensors of a checkpoint",
+            "PATH [options]",
+            "billfish inspect model.gguf",
         ),
         "calibrate": Command(
             "collect activation statistics (an imatrix) for `quantize`",
+            "[MODEL] -o STATS [options]",
             "billfish calibrate model.gguf --text FILE -o STATS.safetensors",
             resumes=True,
         ),
         "quantize": Command(
             "quantize the weights of a checkpoint",
+            "IN OUT (--format NAME | --bits B) [options]",
             "billfish quantize IN OUT --format fp4 --group-size 128",
             resumes=True,
         ),
         "convert": Command(
-            "write a checkpoint in another layout, without loss where it can be",
+            "convert a checkpoint to another layout, without loss where possible",
+            "IN OUT --to LAYOUT [options]",
             "billfish convert IN OUT --to mlx",
             resumes=True,
         ),
-        "verify": Command("compare two checkpoints, tensor by tensor; 1 if any value differs", "billfish verify A B"),
+        "verify": Command(
+            "compare two checkpoints tensor by tensor (exit status 1: different)",
+            "A B [options]",
+            "billfish verify A B",
+        ),
     },
     "Formats": {
-        "formats": Command("list every format: size, group, element, scale, storage", "billfish formats"),
-        "explain": Command("walk one code through the bits that decode it", "billfish explain fp4 0b1011 --scale 0.3"),
+        "formats": Command(
+            "list all formats: bits per weight, group size, element, scale",
+            "[options]",
+            "billfish formats",
+        ),
+        "explain": Command(
+            "decode one code of a format, bit by bit",
+            "FORMAT CODE [options]",
+            "billfish explain fp4 0b1011 --scale 0.3",
+        ),
     },
     "Machines": {
-        "info": Command("what was found on this machine, and what will be used", "billfish info"),
+        "info": Command(
+            "show the CPU, the backends and the packages that billfish finds",
+            "[options]",
+            "billfish info",
+        ),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+ALIASES = {"chat": "run"}
 
 
 def module_of(name: str) -> Any:
@@ -78,13 +107,14 @@ def module_of(name: str) -> Any:
     return importlib.import_module(f"billfish.cli.{name}")
 
 
-def parser_of(name: str) -> argparse.ArgumentParser:
+def parser_of(name: str) -> Parser:
     """The options of a command."""
-    parser = argparse.ArgumentParser(
+    command = COMMANDS[name]
+    parser = Parser(
         prog=f"billfish {name}",
-        description=COMMANDS[name].purpose,
-        epilog=f"example: {COMMANDS[name].example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=f"billfish {name} {command.usage}",
+        description=f"{command.purpose[0].upper()}{command.purpose[1:]}.",
+        epilog=f"example: {command.example}",
     )
     module_of(name).add_arguments(parser)
     return parser
@@ -112,46 +142,78 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(words: list[str]) -> int:
-    name = words[0] if words else ""
+    if words in ([], ["help"]):
+        _top().print_help()
+        return 0
+    name, *rest = [*words[1:2], "--help"] if words[0] == "help" else words
+    name = ALIASES.get(name, name)
     try:
-        if not words or name.startswith("-"):
+        if name.startswith("-"):
             top = _top()
-            if words:
-                top.parse_args(words)  # --help and --version end here
-                top.error("COMMAND is missing")
-            top.print_help()
-            return 0
+            top.parse_args([name, *rest])  # --help and --version end here
+            top.error("COMMAND is missing")
         if name not in COMMANDS:
-            takes = f"one of {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
-            raise BillfishError(complaint("billfish", "COMMAND", repr(name), takes))
-        arguments = parser_of(name).parse_args(words[1:])
-        status: int | None = module_of(name).run(arguments)
+            near = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise BillfishError(f"unknown command {readable(repr(name))}.{hint} `billfish help` lists all.")
+        arguments = parser_of(name).parse_args(rest)
+        with _logging():
+            status: int | None = module_of(name).run(arguments)
         return status or 0
     except BillfishError as error:
         _tell(error)
         return 2
     except KeyboardInterrupt:
         resumes = name in COMMANDS and COMMANDS[name].resumes
-        _tell("stopped; the same command continues where it was" if resumes else "stopped")
+        _tell("stopped. The same command continues from here." if resumes else "stopped")
         return INTERRUPTED
 
 
-def _top() -> argparse.ArgumentParser:
+def _top() -> Parser:
     """What there is without a command: the help of all of them."""
     lines = []
     for title, commands in GROUPS.items():
         lines.append(f"\n{title}")
         for name, command in commands.items():
-            lines += [f"  {name:<10}{command.purpose}", f"            {command.example}"]
-    top = argparse.ArgumentParser(
+            lines += [f"  {name:<11}{command.purpose}", f"             {command.example}"]
+    top = Parser(
         prog="billfish",
         usage="billfish COMMAND ...",
         description=textwrap.fill(billfish.__doc__ or "", 78),
-        epilog="\n".join(lines) + "\n\n`billfish COMMAND --help` lists the options of a command.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(lines) + "\n\n`billfish help COMMAND` lists the options of a command.",
     )
-    top.add_argument("--version", action="version", version=f"billfish {billfish.__version__}")
+    version = f"billfish {billfish.__version__}"
+    top.add_argument("-v", "--version", action="version", version=version, help="show the version and exit")
     return top
+
+
+class LogLine(logging.Formatter):
+    """A line on standard error. Warnings say so; requests that a server has answered have the time."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record."""
+        start = f"{self.formatTime(record)} " if record.name == "billfish.access" else "billfish: "
+        text = super().format(record)
+        return (
+            Style(sys.stderr)(f"{start}warning: {text}", "yellow")
+            if record.levelno >= logging.WARNING
+            else start + text
+        )
+
+
+@contextlib.contextmanager
+def _logging() -> Iterator[None]:
+    """Show what the library logs, from INFO on, on standard error while a command runs."""
+    logger, handler = logging.getLogger("billfish"), logging.StreamHandler()
+    handler.setFormatter(LogLine())
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _tell(what: object) -> None:

@@ -7,33 +7,53 @@ import sys
 from typing import Any
 
 from billfish.cli.convert import LAYOUTS, add_checkpoints, add_writing
-from billfish.core.errors import DataError, FormatError, complaint
+from billfish.core.errors import DataError, FormatError, readable
 
 USAGE = "billfish quantize IN OUT --format NAME"
+FLOATS = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("f16", "fp16", "float16"), "float16"),
+    **dict.fromkeys(("f32", "fp32", "float32"), "float32"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoints(parser).required = False  # `paths_and_text` finds OUT where --calibrate has taken a path
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument(
-        "--format", metavar="NAME", help="a name that `billfish formats` lists, or a mix such as Q4_K_M"
+        "--format",
+        metavar="NAME",
+        help="format of the weights: a name that `billfish formats` lists, or a mix such as Q4_K_M "
+        "(required, unless --bits is given)",
     )
     wanted.add_argument(
         "--bits",
         type=float,
         metavar="B",
-        help="target average bits per weight; picks a format per matrix to minimize KL divergence",
+        help="target average bits per weight; picks a format per matrix to minimize KL divergence. It runs the model "
+        "many times, for minutes to hours (required, unless --format is given)",
     )
     parser.add_argument(
-        "--formats", metavar="LIST", help="with --bits: the formats to pick from (default: mxfp4,iq4_nl,q5_0,q8_0)"
+        "--formats", metavar="LIST", help="with --bits: formats to choose from (default: mxfp4,iq4_nl,q5_0,q8_0)"
     )
     parser.add_argument(
         "--plan",
         metavar="FILE",
-        help="with --bits: the picked formats, as rules for --keep; read if it exists, else written",
+        help="with --bits: file of the chosen formats; read if it exists, else written (default: print them)",
     )
-    parser.add_argument("--group-size", type=int, metavar="G", help="weights that share a scale; -1: a whole row")
-    parser.add_argument("--method", default="mse", metavar="NAME", help="rtn, mse or gptq (default: mse)")
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="G",
+        help="number of weights that share a scale; -1 is a whole row (default: that of the format)",
+    )
+    parser.add_argument(
+        "--method",
+        default="mse",
+        metavar="NAME",
+        help="rtn: round to nearest, the fastest. mse: search the scale with the least squared error. gptq: also "
+        "compensate the error in later columns (default: mse)",
+    )
     known = parser.add_mutually_exclusive_group()
     known.add_argument(
         "--calibrate",
@@ -41,19 +61,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default=False,
         metavar="TEXT",
-        help="weight the quantization error by the activations seen in TEXT (default: a built-in text)",
+        help="weight the quantization error by the activations seen in TEXT, or in a built-in text (default: off)",
     )
-    known.add_argument("--imatrix", metavar="FILE", help="the same with statistics of `calibrate`, or of llama.cpp")
+    known.add_argument(
+        "--imatrix",
+        metavar="FILE",
+        help="the same with a file of `billfish calibrate` or llama-imatrix (default: none)",
+    )
     parser.add_argument(
         "--keep",
         action="append",
         default=[],
         metavar="REGEX=FORMAT",
-        help="another format for these tensors, such as 'embed_tokens=q8_0' or 'mlp=u4b8:128'; "
-        "'=keep' leaves them alone",
+        help="another format for the tensors that match, such as 'embed_tokens=q8_0' or 'mlp=u4b8:128'; "
+        "'REGEX=keep' leaves them unchanged. Repeat it for more (default: none)",
     )
     parser.add_argument(
-        "--only", action="append", default=[], metavar="REGEX", help="quantize no tensors but those that match"
+        "--only",
+        action="append",
+        default=[],
+        metavar="REGEX",
+        help="quantize only tensors that match. Repeat it for more "
+        "(default: all matrices but embeddings and the LM head)",
     )
     parser.add_argument("--to", metavar="LAYOUT", help=f"{LAYOUTS} (default: billfish, or gguf by the name of OUT)")
     add_writing(parser)
@@ -81,8 +110,13 @@ def paths_and_text(arguments: argparse.Namespace) -> tuple[str, str, bool | str]
 def run(arguments: argparse.Namespace) -> None:
     """Write the checkpoint; print what became of each kind of tensors."""
     source, out, calibrate = paths_and_text(arguments)
+    float_type = FLOATS.get((arguments.format or "").lower())
+    if float_type is not None:
+        to = arguments.to or ("gguf" if out.endswith(".gguf") else "plain")
+        convert = f"billfish convert {readable(source)} {readable(out)} --to {to} --dtype {float_type}"
+        raise FormatError(f"quantize: {arguments.format} is not a quantized format. Run: {convert}")
     if calibrate is True or (arguments.method == "gptq" and not calibrate and arguments.imatrix is None):
-        print("calibrating with the text that billfish carries; --calibrate TEXT takes another", file=sys.stderr)
+        print("Calibrating with the built-in text; --calibrate TEXT uses another.", file=sys.stderr)
     rules = dict(map(_rule, arguments.keep))
     options = {
         "group_size": arguments.group_size,
@@ -101,7 +135,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.format is not None:
         for name, value in (("formats", arguments.formats), ("plan", arguments.plan)):
             if value is not None:
-                raise FormatError(complaint("quantize", f"--{name}", f"{value!r} beside --format", "it beside --bits"))
+                raise FormatError(f"quantize: --{name} needs --bits, not --format.")
         print(quantize_checkpoint(source, out, arguments.format, keep=rules, **options))
         return
     print(quantize_to_bits(source, out, arguments.bits, arguments.formats, arguments.plan, rules, **options))
@@ -111,5 +145,5 @@ def _rule(text: str) -> tuple[str, str]:
     """REGEX=FORMAT, REGEX=FORMAT:GROUP, or REGEX=keep."""
     pattern, equals, choice = text.rpartition("=")
     if not equals:
-        raise FormatError(complaint("quantize", "keep", repr(text), "REGEX=FORMAT[:GROUP], or REGEX=keep"))
+        raise FormatError(f"quantize: --keep {readable(text)} has no '='. Write REGEX=FORMAT[:GROUP], or REGEX=keep.")
     return pattern, choice

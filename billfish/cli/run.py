@@ -13,7 +13,8 @@ import time
 from typing import TextIO
 
 from billfish.cli.model_arguments import add_model_arguments, load_model, set_threads
-from billfish.core.errors import DataError, ModelError, complaint
+from billfish.core.errors import DataError, ModelError, readable
+from billfish.core.files import read_text
 from billfish.core.terminal import Style
 from billfish.llm.chat_template import Message, start_process
 from billfish.llm.generation import Generation
@@ -23,61 +24,97 @@ from billfish.llm.model import Model
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
+    parser.add_argument("text", nargs="?", metavar="PROMPT", help="prompt, as -p TEXT (default: none)")
     parser.add_argument(
-        "-p", "--prompt", metavar="TEXT", help="answer this, and what standard input adds; without it, chat"
-    )
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
-    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
-    parser.add_argument(
-        "-n", "--max-tokens", type=int, default=512, metavar="N", help="the longest answer, in tokens (default: 512)"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="of sampling; 0 is greedy decoding (default: 0)"
+        "-p",
+        "--prompt",
+        metavar="TEXT",
+        help="prompt; -f FILE and piped standard input are appended to it (default: start a chat)",
     )
     parser.add_argument(
+        "-f", "--file", metavar="FILE", help="text file with the prompt, or with more of it (default: none)"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message (default: that of the chat template, if any)")
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the prompt as it is, without the chat template (default: off)"
+    )
+    parser.add_argument(
+        "-n", "--max-tokens", type=int, default=512, metavar="N", help="longest answer, in tokens (default: 512)"
+    )
+    parser.add_argument(
+        "-c",
+        "--context",
+        type=int,
+        metavar="N",
+        help="longest prompt and answer together, in tokens (default: the context length of the model)",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the answer where it would have TEXT. Repeat it for more (default: none)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else (default: off)")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature; 0 is greedy decoding (default: 0)",
+    )
+    sampling.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens; 0 is all (default: 0)"
+    )
+    sampling.add_argument(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
         help="nucleus sampling: keep the smallest set of tokens with total probability P (default: 1)",
     )
-    parser.add_argument(
+    sampling.add_argument(
         "--min-p",
         type=float,
         default=0.0,
         metavar="P",
-        help="drop tokens less than P times as likely as the best one (default: 0)",
+        help="drop tokens less than P times as likely as the most likely one (default: 0)",
     )
-    parser.add_argument(
+    sampling.add_argument(
         "--repetition-penalty",
         type=float,
         default=1.0,
         metavar="R",
-        help="divide the logits of tokens already seen by R (default: 1, off)",
+        help="lower the logits of tokens that occurred before by the factor R; 1 is off (default: 1)",
     )
-    parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens (default: 0, all)"
+    sampling.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="random seed; one seed gives one answer (default: 0)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON: the answer and all about it")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Answer one prompt, or hold a chat."""
     started = time.perf_counter()
     set_threads("run", arguments.threads)
-    chat = arguments.prompt is None and sys.stdin.isatty()
+    path, given = model_and_prompt(arguments)
+    if path is not None and " " in path and not os.path.lexists(path):
+        order = "the first argument is the model and the second the prompt"
+        raise DataError(f"run: no such file or folder: {readable(path)}. Without -m or -p, {order}.")
+    chat = given is None and arguments.file is None and sys.stdin.isatty()
     if chat and arguments.json:
-        raise DataError(complaint("run", "--json", "a chat", "a prompt: -p TEXT, or standard input"))
-    for option, text in (("--prompt", arguments.prompt), ("--system", arguments.system)):
+        raise DataError("run: A chat has no --json. Pass a prompt: -p TEXT, -f FILE or standard input.")
+    for option, text in (("the prompt", given), ("--system", arguments.system)):
         _check_text(option, text or "")
-    prompt = "" if chat else _prompt(arguments.prompt)
+    prompt = "" if chat else _prompt(given, arguments.file)
     if not arguments.raw:
         start_process()
-    model = load_model("run", arguments, arguments.model)
+    model = load_model("run", arguments, path)
     if not arguments.raw and model.template is None:
-        takes = "one with a chat template, or --raw, which continues the prompt as it is"
-        raise ModelError(complaint("run", "MODEL", f"{model.config.name}, which has no chat template", takes))
+        raise ModelError(f"run: {readable(model.config.name)} has no chat template. Pass --raw to continue the prompt.")
+    if arguments.context is not None and not 1 <= arguments.context <= model.config.context:
+        most = f"the context length of {readable(model.config.name)} is {model.config.context} tokens"
+        raise DataError(f"run: --context {arguments.context} does not fit: {most}.")
     if chat:
         Chat(model, arguments).talk()
         return
@@ -99,16 +136,31 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(_record("".join(pieces), answer, first_token, model)))
     else:
         print()
-        print_rates(answer, model, sys.stderr, first_token)
+        print_rates(answer, model, arguments.context, first_token)
 
 
-def _prompt(given: str | None) -> str:
-    """-p TEXT, standard input, or both with an empty line between them: a question, and the text that it is about."""
-    text = _read_input() if given is None or _is_piped(sys.stdin) else ""
+def model_and_prompt(arguments: argparse.Namespace) -> tuple[str | None, str | None]:
+    """The model and the prompt: two arguments, or the prompt alone behind -m MODEL, or options."""
+    words = [word for word in (arguments.model, arguments.text) if word is not None]
+    model = arguments.model_option if arguments.model_option is not None or not words else words.pop(0)
+    if len(words) > (arguments.prompt is None):
+        twice = "the model as MODEL or with -m, and the prompt as PROMPT or with -p"
+        raise DataError(f"run: There is one argument too many: {readable(repr(words[-1]))}. Pass {twice}.")
+    return model, words[0] if words else arguments.prompt
+
+
+def _prompt(given: str | None, file: str | None) -> str:
+    """The prompt of the command line, a file and standard input, with an empty line between them: a question, and the
+    text that it is about."""
+    parts = [given, None if file is None else read_text("run", "--file", file).removesuffix("\n")]
+    if parts == [None, None] or _is_piped(sys.stdin):
+        parts.append(_read_input())
+    text = "\n\n".join(part for part in parts if part)
     if given is None and not text.strip():
-        takes = "a prompt: -p TEXT, or a text in standard input. In a terminal, `billfish run` is a chat"
-        raise DataError(complaint("run", "standard input", "no text", takes))
-    return "\n\n".join(part for part in (given, text) if part)
+        raise DataError(
+            "run: There is no prompt: standard input is empty. Pass -p TEXT or -f FILE; in a terminal, it is a chat."
+        )
+    return text
 
 
 def _is_piped(stream: TextIO) -> bool:
@@ -126,7 +178,7 @@ def _read_input() -> str:
     try:
         text = sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise DataError(complaint("run", "standard input", error, "a text in UTF-8")) from None
+        raise DataError(f"run: standard input is no text in UTF-8 ({error}).") from None
     return _check_text("standard input", text)
 
 
@@ -135,7 +187,7 @@ def _check_text(argument: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(complaint("run", argument, error, "a text in UTF-8")) from None
+        raise DataError(f"run: {argument} is no text in UTF-8 ({error}).") from None
     return text
 
 
@@ -147,17 +199,24 @@ def _generate(
     model: Model, arguments: argparse.Namespace, prompt: str | list[Message], cache: Cache | None = None
 ) -> Generation:
     a = arguments
+    tokens, context = model.encode(prompt, a.raw), a.context or model.config.context
+    if len(tokens) > context:
+        longer = (
+            "" if context == model.config.context else f", or raise --context: the model has {model.config.context}"
+        )
+        got = f"The prompt has {len(tokens)} tokens, and the context {context}"
+        raise ModelError(f"run: {got}. Shorten the prompt{longer}.")
     return model.stream(
-        prompt,
-        max_tokens=a.max_tokens,
+        tokens,
+        max_tokens=min(a.max_tokens, context - len(tokens) + 1) if a.context else a.max_tokens,
         temperature=a.temperature,
         top_k=a.top_k,
         top_p=a.top_p,
         min_p=a.min_p,
         repetition_penalty=a.repetition_penalty,
         seed=a.seed,
+        stop=a.stop,
         activations=a.activations,
-        raw=a.raw,
         cache=cache,
     )
 
@@ -176,25 +235,28 @@ def _record(text: str, answer: Generation, first_token: float, model: Model) -> 
     }
 
 
-def print_rates(answer: Generation, model: Model, out: TextIO, first_token: float | None = None) -> None:
-    """One line: how fast it was, and on which kernels."""
-    facts = [
-        f"prompt {answer.prompt_tokens} tokens, {answer.prompt_rate:.0f}/s",
-        f"answer {len(answer.tokens)} tokens, {answer.generation_rate:.0f}/s",
-    ]
+def print_rates(answer: Generation, model: Model, context: int | None, first_token: float | None = None) -> None:
+    """One line on standard error: how fast it was, and on which kernels."""
+    facts = []
+    for what, count, rate in (
+        ("prompt", answer.prompt_tokens, answer.prompt_rate),
+        ("answer", len(answer.tokens), answer.generation_rate),
+    ):
+        facts.append(f"{what} {count} token{'s' * (count != 1)}" + (f", {rate:.0f} tok/s" if rate else ""))
     if first_token is not None:
         facts.append(f"first token after {first_token:.2f} s")
     facts.append(model.decoder.about)
-    if answer.context_full:
-        facts.append(f"stopped: the context of {model.config.context} tokens is full")
-    print(Style(out)(" · ".join(facts), "dim"), file=out)
+    limit = context or model.config.context
+    if answer.finish_reason == "length" and answer.prompt_tokens + len(answer.tokens) > limit:
+        facts.append(f"stopped: the context of {limit} tokens is full")
+    print(Style(sys.stderr)(" · ".join(facts), "dim"), file=sys.stderr)
 
 
 HELP = """\
-/clear          forget the conversation
-/system TEXT    tell the model this before the conversation, which starts anew
+/clear          start a new conversation
+/system TEXT    set the system message, and start a new conversation
 /exit           end the chat, as Ctrl-D does
-Ctrl-C stops an answer. Anything else is said to the model."""
+Ctrl-C stops an answer. Anything else is sent to the model."""
 
 
 class Chat:
@@ -233,15 +295,15 @@ class Chat:
         """A command of the chat itself."""
         if word == "/clear":
             self._messages = self._start
-            print("The conversation starts anew.")
+            print("Started a new conversation.")
         elif word == "/system":
             self._start = [{"role": "system", "content": rest}] if rest else []
             self._messages = self._start
-            print("The conversation starts anew.")
+            print("Started a new conversation.")
         elif word == "/help":
             print(HELP)
         else:
-            print(f"There is no command {word}. /help lists the commands.")
+            print(f"unknown command {word}. /help lists all.")
 
     def answer(self, said: str) -> None:
         """Print the answer to one message and remember both."""
@@ -250,7 +312,7 @@ class Chat:
         try:
             answer = _generate(self._model, self._arguments, prompt, cache=self._cache)
         except ModelError as error:  # such as a history that has outgrown the context
-            print(f"billfish: {error} The conversation starts anew.", file=sys.stderr)
+            print(f"billfish: {str(error).rstrip('.')}. Started a new conversation.", file=sys.stderr)
             self._messages = self._start
             return
         pieces = []
@@ -263,5 +325,5 @@ class Chat:
         except ModelError as error:  # such as a GPU without memory for more
             print(f"\nbillfish: {error}", file=sys.stderr)
         print()
-        print_rates(answer, self._model, sys.stderr)
+        print_rates(answer, self._model, self._arguments.context)
         self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]

@@ -1,38 +1,58 @@
-"""`billfish serve`."""
+"""`billfish serve`: an HTTP server for a language model."""
 
 from __future__ import annotations
 
 import argparse
 import ipaddress
-import sys
+import logging
 
-from billfish.cli.model_arguments import add_model_arguments, load_model, set_threads
+from billfish.cli.model_arguments import add_model_arguments, load_model, model_of, set_threads
 from billfish.core.extras import folder_of
-from billfish.core.terminal import warn
 from billfish.llm.chat_template import start_process
 
+LOG = logging.getLogger(__name__)
 PACKAGES = ("starlette", "uvicorn", "llguidance", "msgspec", "prometheus_client")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
+    parser.add_argument("--host", default="127.0.0.1", metavar="A", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument(
-        "--host", default="127.0.0.1", metavar="A", help="the address to listen on (default: 127.0.0.1)"
+        "--port", type=int, default=8080, metavar="P", help="port to listen on; 0 picks a free one (default: 8080)"
     )
     parser.add_argument(
-        "--port", type=int, default=8080, metavar="P", help="the port; 0 takes a free one (default: 8080)"
+        "--streams", type=int, default=8, metavar="N", help="requests that are generated together (default: 8)"
     )
     parser.add_argument(
-        "--streams", type=int, default=8, metavar="N", help="sequences that are generated together (default: 8)"
+        "-c",
+        "--context",
+        type=int,
+        metavar="N",
+        help="longest prompt and answer of a request together, in tokens (default: 4096, or the model's if shorter)",
     )
     parser.add_argument(
-        "--context", type=int, metavar="N", help="tokens of a prompt and its answer (default: 4096, or the model's)"
+        "--queue",
+        type=int,
+        default=64,
+        metavar="N",
+        help="requests that may wait; more are refused with status 429 (default: 64)",
     )
     parser.add_argument(
-        "--queue", type=int, default=64, metavar="N", help="requests that wait; more get 429 (default: 64)"
+        "-a", "--alias", metavar="NAME", help="name of the model in the API (default: name of the file or folder)"
     )
     parser.add_argument(
-        "--api-key-file", metavar="FILE", help="keys of those who may use it, one a line (default: everybody may)"
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="key that clients must send; repeat it for more. Other users of this machine can see it in the list of "
+        "processes: --api-key-file is safer (default: none)",
+    )
+    parser.add_argument(
+        "--api-key-file", metavar="FILE", help="file with the keys that clients may send, one a line (default: none)"
+    )
+    parser.add_argument(
+        "--no-access-log", action="store_true", help="do not log a line for each request (default: off)"
     )
 
 
@@ -42,14 +62,17 @@ def run(arguments: argparse.Namespace) -> None:
         folder_of(package, "serve")
     from billfish.serving.api.service import Service  # here: they need these packages
     from billfish.serving.engine.engine import Engine
-    from billfish.serving.http.keys import Keys, read_keys
+    from billfish.serving.http.keys import checked_keys, read_keys
     from billfish.serving.http.server import Server, address, listen
 
-    keys = Keys([]) if arguments.api_key_file is None else read_keys(arguments.api_key_file)
+    path = model_of("serve", arguments)
+    keys = checked_keys("--api-key", arguments.api_key)
+    if arguments.api_key_file is not None:
+        keys |= read_keys(arguments.api_key_file)
     with listen(arguments.host, arguments.port) as listening:
         set_threads("serve", arguments.threads)
         start_process()
-        model = load_model("serve", arguments, arguments.model)
+        model = load_model("serve", arguments, path)
         engine = Engine(
             model,
             streams=arguments.streams,
@@ -57,16 +80,17 @@ def run(arguments: argparse.Namespace) -> None:
             queue=arguments.queue,
             activations=arguments.activations,
         )
-        service = Service(engine, model, model.path.stem if model.path.is_file() else model.path.name)
+        name = arguments.alias or (model.path.stem if model.path.is_file() else model.path.name)
+        service = Service(engine, model, name)
         bound = engine.counts().cache_bytes_bound / 1e6
-        facts = f"{engine.streams} streams of {engine.context} tokens, caches of at most {bound:.0f} MB"
+        facts = f"{engine.streams} streams of {engine.context} tokens, KV cache of at most {bound:.0f} MB"
 
         def announce() -> None:
             print(f"{service.name} on {address(listening)}: {facts}, {model.decoder.about}")
             print(_who(arguments.host, bool(keys)), flush=True)
 
         try:
-            Server(service, keys, announce).run([listening])
+            Server(service, keys, announce, access_log=not arguments.no_access_log).run([listening])
         finally:
             engine.close(finish=False)
             service.close()
@@ -74,13 +98,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _who(host: str, has_keys: bool) -> str:
     """Who can use the server."""
-    whom = "those who have a key" if has_keys else "everybody"
+    whom = "Clients need an API key." if has_keys else "No API key is needed."
     if is_loopback(host):
-        return f"It listens on {host}, for {whom} on this machine alone; --host 0.0.0.0 opens it to others."
+        return f"It listens on {host}, which only this machine reaches; --host 0.0.0.0 opens it to others. {whom}"
     if not has_keys:
-        warning = "Whoever reaches this machine can use it: --api-key-file FILE keeps others out."
-        warn(warning, sys.stderr)
-    return f"It listens on {host}, for {whom} who can reach this machine."
+        LOG.warning("Whoever reaches this machine can use it. --api-key-file FILE keeps others out.")
+    return f"It listens on {host}, for all who reach this machine. {whom}"
 
 
 def is_loopback(host: str) -> bool:

@@ -17,8 +17,3 @@ class Style:
 
     def __call__(self, text: str, style: str) -> str:
         return f"\x1b[{self.CODES[style]}m{text}\x1b[0m" if self.enabled else text
-
-
-def warn(text: str, stream: TextIO) -> None:
-    """One line for the user of a command."""
-    print(Style(stream)(f"billfish: warning: {text}", "yellow"), file=stream)

@@ -140,8 +140,8 @@ OPTIONAL = {"yarn": (*YARN, "attention_factor", "mscale", "mscale_all_dim"), "lo
 class Rule:
     """What a config.json says of rotary positions.
 
-    layer_type: the rule of these layers, where there is one for each kind. theta: the base where nothing is said.
-    whole_ramp: of YaRN, what GGUF's readers take for granted.
+    theta_default: the base where nothing is said. layer_type: the rule of these layers, where there is one for each
+    kind. whole_ramp: of YaRN, what GGUF's readers take for granted.
     """
 
     config: Mapping[str, Any]

@@ -19,12 +19,11 @@ from billfish.core.tensor import QuantizedTensor, check_permutation
 from billfish.core.typing import Activations, ArrayT, FormatLike
 
 if TYPE_CHECKING:
+    import mlx.core as mx
     import torch
+    from mlx.nn.layers.base import Module as MlxModule
     from mlx.nn.layers.linear import Linear as MlxLinear
     from typing_extensions import Self
-
-    from billfish.nn.mlx.linear import MarlinLinear as MlxLayer
-    from billfish.nn.torch.linear import MarlinLinear as TorchLayer
 
 
 class MarlinLinear:
@@ -57,6 +56,8 @@ class MarlinLinear:
         def __call__(self, x: ArrayT) -> ArrayT: ...
         def quantized(self) -> QuantizedTensor: ...
         def set_storage(self, storage: Any) -> None: ...
+        @property
+        def storage_bytes(self) -> int: ...
 
         @property
         def has_order(self) -> bool: ...  # whether columns are stored in another order
@@ -114,6 +115,21 @@ class MarlinLinear:
 
 
 QuantizedLinear = MarlinLinear  # the name that MLX and others have for such a layer
+
+
+if TYPE_CHECKING:  # the frameworks' layers, as this class makes them: their files import this one
+
+    class TorchLayer(MarlinLinear, torch.nn.Module):
+        @property
+        def weight(self) -> torch.Tensor: ...
+        def storage(self) -> dict[str, torch.Tensor]: ...
+        def to_linear(self, dtype: torch.dtype = torch.float32) -> torch.nn.Linear: ...
+
+    class MlxLayer(MarlinLinear, MlxModule):
+        @property
+        def weight(self) -> mx.array: ...
+        def storage(self) -> dict[str, mx.array]: ...
+        def to_linear(self, dtype: mx.Dtype = mx.float32) -> MlxLinear: ...
 
 
 # ---- which framework -------------------------------------------------------------------------------------------------

@@ -109,8 +109,8 @@ class Calibration:
     def layers(self) -> int:
         return self.tensors.config.layers
 
-    def write(self, out: Path, progress: bool) -> None:
-        """Compute the statistics, to a file that must not exist. Killed at any moment, the same call goes on."""
+    def write(self, out: Path, progress: bool, overwrite: bool | None = None) -> None:
+        """Compute the statistics, to a file. Killed at any moment, the same call goes on."""
         with Progress(len(self.inputs), "layers", enabled=progress) as bar:
             layers = Layers(self, partial_path(Path(os.path.abspath(out))) / "states", bar)
             parts = [
@@ -127,7 +127,7 @@ class Calibration:
             )
             unchanged = functools.partial(is_current, self.tensors.source.tensors.files, self.sources)
             file = output_file(out.name, parts, about)
-            write(CALL, out, Output([file], {}, False, {"run": self.run}, unchanged))
+            write(CALL, out, Output([file], {}, False, {"run": self.run}, unchanged), overwrite=overwrite)
 
 
 class Layers:
@@ -197,6 +197,7 @@ def calibrate_checkpoint(
     hessian: bool = False,
     tokens: int = TOKENS,
     window: int | None = None,
+    overwrite: bool = False,
     progress: bool = True,
 ) -> Statistics:
     """Run a text through a language model and write statistics of its activations: what `billfish calibrate` does.
@@ -208,7 +209,7 @@ def calibrate_checkpoint(
     text: a file in UTF-8; None is a text that the package carries.
     hessian: whether to keep X^T X [K, K] of each input, too.
     tokens: at most so many, from the text's beginning. window: tokens that see each other (512, or the context).
-    progress: whether to draw a bar on terminals.
+    overwrite: whether a `dst` that exists is replaced. progress: whether to draw a bar on terminals.
 
     Returns the Statistics. Raises ModelError for a model that cannot be run, and DataError for a text without enough
     tokens.
@@ -220,7 +221,7 @@ def calibrate_checkpoint(
     out = path_of(CALL, dst)
     check_suffix(out, hessian, WRITABLE)
     calibration = Calibration.of(path_of(CALL, src), text, hessian, tokens, window)
-    calibration.write(out, progress)
+    calibration.write(out, progress, overwrite)
     return Statistics.load(out)
 
 

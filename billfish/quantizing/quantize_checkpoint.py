@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +26,10 @@ from billfish.core.typing import FormatLike, Layout, Method
 from billfish.ops.quantization import check_method
 from billfish.quantizing.bit_plan import CALL, BitPlan
 from billfish.quantizing.calibrate_checkpoint import calibrated
-from billfish.quantizing.sensitivity import FORMATS, Candidate, candidates_of, plan_bits
+from billfish.quantizing.sensitivity import FORMATS, LONG_ROW, Candidate, candidates_of, plan_bits
 from billfish.statistics.statistics import Statistics
+
+LOG = logging.getLogger(__name__)
 
 
 def quantize_checkpoint(
@@ -108,7 +110,7 @@ def quantize_to_bits(
 ) -> ConversionReport:
     """As :func:`quantize_checkpoint`, with a format for each matrix so that `bits` is the average.
 
-    plan_file: read if it is there. Otherwise the plan is written to it, or printed without one.
+    plan_file: read if it is there. Otherwise the plan is written to it, or logged without one.
     keep: rules of the user, which come first. The average is that of the plan, without them.
     """
     if group_size is not None:
@@ -118,6 +120,10 @@ def quantize_to_bits(
     checkpoint, written = opened(path), None if plan_file is None else Path(plan_file)
     plan = BitPlan.load(written) if written is not None and written.exists() else None
     candidates = [] if plan else candidates_of(FORMATS if formats is None else formats.split(","), bits)
+    largest = max(candidates, key=lambda candidate: candidate.bits(LONG_ROW), default=None)
+    if largest is not None and bits > largest.bits(LONG_ROW):  # which no measurement would change
+        most = f"the most that --formats has are {largest.bits(LONG_ROW):g}, of {largest.name}"
+        raise DataError(f"{CALL}: --bits is {bits:g}; {most}. Use --format {largest.name}, or fewer bits.")
 
     def settings_for(plan: BitPlan) -> Settings:
         return _settings(out, plan.format, None, method, keep, plan.keep, only, to, requantize, raw_names, overwrite)
@@ -134,7 +140,7 @@ def quantize_to_bits(
                 path, bits, formats=names, statistics=known, text=text, requantize=requantize, kept=kept, wanted=wanted
             )
             if written is None:
-                print(plan.text(), end="", file=sys.stderr)
+                LOG.info("the chosen formats:\n%s", plan.text().rstrip())
             else:
                 plan.save(written)
         return export(CALL, checkpoint, destination, _with_statistics(settings_for(plan), known), progress)

@@ -19,4 +19,7 @@ def build(out: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(build(Path(sys.argv[1])))
+    status = build(Path(sys.argv[1]))
+    if not status:
+        print(f"The site is built. Open {Path(sys.argv[1], 'index.html').absolute()}")
+    sys.exit(status)

@@ -4,7 +4,9 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
+
+import stand_ins  # noqa: E402, F401  (before billfish)
 
 from billfish.core.version import __version__  # noqa: E402
 

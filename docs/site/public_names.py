@@ -32,14 +32,27 @@ GROUPS = {
     "calibration": ("Calibration", r"billfish\.(statistics\b|nn\.torch\.calibration|quantizing\.calibration)"),
     "checkpoints": ("Checkpoints", r"billfish\.(checkpoints|quantizing)\b"),
     "layers": ("Layers", r"billfish\.nn\b"),
-    "products": (
-        "Products",
+    "matmul": (
+        "Matrix multiplication",
         r"billfish\.(ops\.matmul\.(quantized_linears?|gemm_\w+)$|ops\.expert_linear|backends(?!\.cpu\.(packed|experts)))",
     ),
     "formats": ("Formats", r"billfish\.core\.(format|formats|elements|scales|storage)\."),
     "weights": ("Weights", r"billfish\.(ops|core|backends\.cpu\.(packed|experts))\."),
 }
-ORDER = ("weights", "products", "formats", "layers", "calibration", "checkpoints", "models", "errors")
+# What the README shows comes first, in the tables and on each page.
+FIRST = (
+    "billfish.llm.load",
+    "billfish.open_checkpoint",
+    "billfish.quantize_checkpoint",
+    "billfish.convert",
+    "billfish.verify",
+    "billfish.quantize",
+    "billfish.quantized_linear",
+    "billfish.dequantize",
+    "billfish.quantize_model",
+    "billfish.nn.transformers.BillfishConfig",
+)
+ORDER = ("weights", "matmul", "formats", "layers", "calibration", "checkpoints", "models", "errors")
 
 
 class UngroupedName(Exception):
@@ -136,12 +149,19 @@ def public_names() -> list[PublicName]:
 
 
 def in_group(group: str) -> list[PublicName]:
-    """Those of one group: modules and data first, then classes, then functions, each in order of the alphabet."""
+    """Those of one group: FIRST, then modules and data, classes and functions, each in order of the alphabet."""
 
-    def place(public: PublicName) -> tuple[bool, bool, str, str]:
-        return public.is_callable, not inspect.isclass(public.value), public.module, public.name.lower()
+    def place(public: PublicName) -> tuple[int, bool, bool, str, str]:
+        known = FIRST.index(public.path) if public.path in FIRST else len(FIRST)
+        return known, public.is_callable, not inspect.isclass(public.value), public.module, public.name.lower()
 
     return sorted((public for public in public_names() if public.group == group), key=place)
+
+
+def first_names() -> list[PublicName]:
+    """Those of FIRST, in its order."""
+    found = {public.path: public for public in public_names()}
+    return [found[path] for path in FIRST]
 
 
 def _home_of_data(module: str, name: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, get_origin
 from docstrings import to_rest
 from docutils import nodes
 from docutils.statemachine import StringList
-from public_names import GROUPS, ORDER, PublicName, field_comments, in_group, parameters_of
+from public_names import GROUPS, ORDER, PublicName, field_comments, first_names, in_group, parameters_of
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -24,20 +24,23 @@ class ReferenceDirective(SphinxDirective):
 
 
 class PublicNames(ReferenceDirective):
-    """A table for each group: name, linked, and summary."""
+    """A table of the names to start with, then one for each group: name, linked, and summary."""
 
     def run(self) -> list[nodes.Node]:
+        groups = {f":doc:`{GROUPS[group][0]} <api/{group}>`": in_group(group) for group in ORDER}
         lines: list[str] = []
-        for group in ORDER:
-            lines += [f".. rubric:: :doc:`{GROUPS[group][0]} <api/{group}>`", "", ".. list-table::"]
-            lines += ["   :class: public-names", "   :widths: 34 66", ""]
-            for public in in_group(group):
-                kind = "mod" if isinstance(public.value, ModuleType) else "obj"
-                shown = public.path.replace("billfish", "bf", 1) if public.module == "billfish" else public.path
-                lines += [f"   * - :py:{kind}:`{shown} <{public.path}>`"]
-                lines += [f"     - {' '.join(to_rest([public.summary], [])).strip()}"]
-            lines.append("")
-        return self.read(lines)
+        for title, names in {"Start here": first_names(), **groups}.items():
+            lines += [f".. rubric:: {title}", "", ".. list-table::"]
+            lines += ["   :class: public-names", "   :widths: 34 66", "", *map(self.row, names), ""]
+        return self.read("\n".join(lines).splitlines())
+
+    def row(self, public: PublicName) -> str:
+        kind = "mod" if isinstance(public.value, ModuleType) else "obj"
+        shown = (
+            public.path.replace("billfish", "bf", 1) if public.module in ("billfish", "billfish.llm") else public.path
+        )
+        summary = " ".join(to_rest([public.summary], [])).strip()
+        return f"   * - :py:{kind}:`{shown} <{public.path}>`\n     - {summary}"
 
 
 class Reference(ReferenceDirective):

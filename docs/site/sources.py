@@ -1,4 +1,4 @@
-"""Links that lead out of docs/: the README becomes the start page, and a source file a page with its text."""
+"""Links that lead out of docs/: pages of the root are in docs/project, and a source file becomes a page."""
 
 from __future__ import annotations
 
@@ -18,15 +18,31 @@ ROOT = Path(__file__).parent.parent.parent
 LEXERS = {".py": "python", ".h": "cpp", ".cpp": "cpp", ".cuh": "cuda", ".cu": "cuda", ".metal": "cpp", ".toml": "toml"}
 
 
-def rebase_links(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
-    """Of a file that a page includes: links relative to that file become relative to the page."""
-    folder, page = (Path(app.srcdir) / path).resolve().parent, Path(app.srcdir, parent).parent
+def rebased(text: str, folder: Path, page: Path, docs: Path) -> str:
+    """Markdown whose links are relative to `folder`, for a page in the folder `page`."""
 
-    def rebased(link: re.Match[str]) -> str:
-        target = folder / link[1]
-        return f"]({os.path.relpath(target, page)}{link[2] or ''})" if target.exists() else link[0]
+    def link(found: re.Match[str]) -> str:
+        target = (folder / found[1]).resolve()
+        project = docs / "project" / target.name.lower()
+        if target.parent == ROOT and project.is_file():
+            target = project
+        elif folder == page or not target.exists():
+            return found[0]
+        return f"]({os.path.relpath(target, page)}{found[2] or ''})"
 
-    content[0] = re.sub(r"\]\(([^)#:]+)(#[^)]*)?\)", rebased, content[0])
+    return re.sub(r"\]\(([^)#:]+)(#[^)]*)?\)", link, text)
+
+
+def read_page(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Sphinx's event: a page was read."""
+    page = Path(app.srcdir, docname).parent
+    source[0] = rebased(source[0], page, page, Path(app.srcdir))
+
+
+def read_included(app: Sphinx, path: Path, parent: str, source: list[str]) -> None:
+    """Sphinx's event: a file that a page includes was read."""
+    folder = (Path(app.srcdir) / path).resolve().parent
+    source[0] = rebased(source[0], folder, Path(app.srcdir, app.env.docname).parent, Path(app.srcdir))
 
 
 def link_sources(app: Sphinx, doctree: nodes.document) -> None:
@@ -67,7 +83,8 @@ def forget(app: Sphinx, env: BuildEnvironment, docname: str) -> None:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Sphinx calls this."""
-    app.connect("include-read", rebase_links)
+    app.connect("source-read", read_page)
+    app.connect("include-read", read_included)
     app.connect("doctree-read", link_sources, priority=100)  # before Sphinx collects downloads
     app.connect("html-collect-pages", source_pages)
     app.connect("env-purge-doc", forget)

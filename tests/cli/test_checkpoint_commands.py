@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import random
-import re
 import resource
 import shutil
 import signal
@@ -20,7 +19,8 @@ import checkpoint_samples as samples
 import numpy as np
 import pytest
 import torch
-from common import facts, gaussian
+from common import gaussian
+from llm_models import Small, write_model
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
@@ -44,7 +44,7 @@ def model(tmp_path) -> Path:
 def test_inspect(model, capsys):
     assert main(["inspect", str(model)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["tensor", "layout", "format", "shape", "group", "bits/weight", "MB"]
+    assert ["tensor", "layout", "format", "shape", "group", "bits/weight", "MB"] in [line.split() for line in lines]
     assert ["layers.1.mlp.weight", "plain", "bf16", "256x512", "16.000", "0.262"] in [line.split() for line in lines]
     assert lines[-1].split() == ["all", "3", "262656", "16.031", "0.526"]
 
@@ -58,6 +58,41 @@ def test_inspect_json(tmp_path, capsys):
     assert (weight["format"], weight["shape"], weight["group_size"]) == ("u4", [24, 256], 64)
     assert weight["act_order"]
     assert weight["bits_per_weight"] == 8 * weight["bytes"] / (24 * 256)
+
+
+def test_inspect_shows_the_model_of_a_gguf_file(tmp_path, capsys):
+    for template, has in (("{{ messages }}", True), ("", False)):
+        write_model(tmp_path / "small.gguf", Small(template=template))
+        assert main(["inspect", str(tmp_path / "small.gguf"), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        expected = {"architecture": "llama", "context_length": 128, "chat_template": has, "name": "small llama"}
+        assert {name: found[name] for name in expected} == expected
+        assert main(["inspect", str(tmp_path / "small.gguf")]) == 0
+        rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.split("\n\n")[0].splitlines())
+        assert rows["architecture"] == "llama"
+        assert rows["chat"] == f"template   {'yes' if has else 'no'}"
+        assert rows["tokenizer"] == f"{found['tokenizer']}, {found['vocabulary']} tokens"
+        (tmp_path / "small.gguf").unlink()
+
+
+def test_inspect_shows_the_file_type_and_the_files_of_a_folder(tmp_path, capsys):
+    write_model(tmp_path / "f32.gguf", Small(quantization="F32", hidden=256, heads=4, feed_forward=256))
+    assert main(["quantize", str(tmp_path / "f32.gguf"), str(tmp_path / "q.gguf"), "--format", "Q4_K_M"]) == 0
+    assert main(["convert", str(tmp_path / "q.gguf"), str(tmp_path / "folder"), "--to", "plain"]) == 0
+    capsys.readouterr()
+    found = {}
+    for name in ("q.gguf", "folder"):
+        assert main(["inspect", str(tmp_path / name), "--json"]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    assert found["q.gguf"]["file_type"] == "Q4_K_M"
+    assert found["folder"]["file_type"] is None
+    assert found["folder"]["tokenizer"] == "tokenizer.json"
+    for fact in ("architecture", "context_length", "vocabulary", "chat_template"):
+        assert found["folder"][fact] == found["q.gguf"][fact]
+    (tmp_path / "folder" / "tokenizer_config.json").write_text("damaged")
+    (tmp_path / "folder" / "chat_template.jinja").unlink(missing_ok=True)
+    assert main(["inspect", str(tmp_path / "folder"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chat_template"] is None
 
 
 def test_inspect_lists_what_cannot_be_read(tmp_path, capsys):
@@ -156,55 +191,45 @@ def test_verify_finds_every_kind_of_difference(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "facts"),
     [
-        (["quantize", "IN", "OUT", "--format", "fp5"], "quantize|format|'fp5'|'fp4'"),
-        (
-            ["quantize", "IN", "OUT", "--format", "fp4", "--group-size", "48"],
-            "quantize|group_size|48|16, 32",
-        ),
-        (["quantize", "IN", "OUT", "--format", "fp4", "--method", "best"], "quantize|method|'best'"),
-        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "x"], "quantize|keep|'x'|REGEX=FORMAT"),
-        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "(=q8_0"], "quantize|keep|'('"),
-        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "x=q8_0:64"], "64|32"),
-        (
-            ["quantize", "IN", "OUT", "--format", "fp4", "--to", "mlx"],
-            "quantize|mlx|fp4|affine4",
-        ),
-        (["quantize", "IN", "OUT", "--format", "nvfp4", "--to", "mlx"], "quantize|mlx|nvfp4|affine4"),
-        (
-            ["quantize", "IN", "OUT", "--format", "q4_0", "--to", "gguf"],
-            "OUT is a folder|gguf|ends in .gguf",
-        ),
-        (["convert", "IN", "OUT.gguf", "--to", "mlx"], "OUT.gguf is a .gguf file|mlx|a folder"),
-        (["convert", "IN", "OUT", "--to", "onnx"], "convert|to|'onnx'|billfish"),
-        (
-            ["convert", "IN", "OUT.safetensors", "--to", "mlx"],
-            "OUT.safetensors is a .safetensors file|mlx|a folder",
-        ),
-        (
-            ["quantize", "IN", "OUT", "--format", "fp4", "--keep", "lm_haed=q8_0"],
-            "quantize|keep|'lm_haed'|no tensor|Close names",
-        ),
-        (
-            ["quantize", "IN", "OUT", "--format", "fp4", "--only", "mlp", "--only", "attn"],
-            "quantize|only|'attn'|no tensor|Close names",
-        ),
-        (["quantize", "IN", "OUT", "--format", "fp4", "--only", "["], "quantize|only|'['"),
-        (["quantize", "IN", "OUT", "--format", "fp4", "--only", "norm"], "nothing to quantize|norm.weight: sens"),
-        (["convert", "IN", "IN", "--to", "mlx"], "IN exists. Choose another output"),
-        (["convert", "no such", "OUT", "--to", "mlx"], "no such file"),
-        (["inspect", "no such"], "no such file"),
+        ("quantize IN OUT --format fp5", ["format", "'fp5'", "fp4"]),
+        ("quantize IN OUT --format fp4 --group-size 48", ["group_size", "48", "16, 32"]),
+        ("quantize IN OUT --format fp4 --method best", ["method", "'best'"]),
+        ("quantize IN OUT --format fp4 --keep x", ["--keep", "x", "REGEX=FORMAT"]),
+        ("quantize IN OUT --format fp4 --keep (=q8_0", ["keep", "'('"]),
+        ("quantize IN OUT --format fp4 --keep x=q8_0:64", ["64", "32"]),
+        ("quantize IN OUT --format fp4 --to mlx", ["format", "fp4", "affine4"]),
+        ("quantize IN OUT --format nvfp4 --to mlx", ["format", "nvfp4"]),
+        ("quantize IN OUT --format q4_0 --to gguf", ["OUT", "a folder", "gguf", ".gguf"]),
+        ("quantize IN OUT --format F16", ["F16", "billfish convert IN OUT --to plain --dtype float16"]),
+        ("quantize IN OUT.gguf --format bf16", ["bf16", "billfish convert IN OUT.gguf --to gguf --dtype bfloat16"]),
+        ("quantize IN OUT --format q4_0 --plan FILE", ["--plan", "--bits", "--format"]),
+        ("convert IN OUT.gguf --to mlx", ["OUT.gguf", "mlx", "a folder"]),
+        ("convert IN OUT --to onnx", ["'onnx'", "billfish"]),
+        ("convert IN OUT.safetensors --to mlx", ["OUT.safetensors", "mlx", "a folder"]),
+        ("quantize IN OUT --format fp4 --keep lm_haed=q8_0", ["keep", "'lm_haed'", "no tensor"]),
+        ("quantize IN OUT --format fp4 --only mlp --only attn", ["only", "'attn'", "no tensor"]),
+        ("quantize IN OUT --format fp4 --only [", ["only", "'['"]),
+        ("quantize IN OUT --format fp4 --only norm", ["nothing to quantize", "norm.weight", "sens"]),
+        ("convert IN IN --to mlx", ["IN exists", "another output"]),
+        ("convert missing OUT --to mlx", ["no such file", "missing", "hf download ORG/NAME"]),
+        ("quantize missing OUT --format q4_0", ["no such file", "missing", "hf download ORG/NAME"]),
+        ("verify IN missing", ["no such file", "missing"]),
+        ("inspect dir/model.gguf", ["no such file", "dir/model.gguf", "hf download ORG/NAME"]),
+        ("inspect org/name-8B", ["no such file", "org/name-8B.", "hf download org/name-8B --local-dir DIR"]),
+        ("run https://huggingface.co/org/name/x -p a", ["https://huggingface.co/", "hf download org/name --local-dir"]),
+        ("eval IN --text missing", ["--text", "missing"]),
     ],
 )
-def test_wrong_arguments_get_one_line_and_leave_nothing(model, monkeypatch, capsys, arguments, message):
+def test_wrong_arguments_get_one_line_and_leave_nothing(model, monkeypatch, capsys, line, facts):
     model.rename(model.with_name("IN"))
     monkeypatch.chdir(model.parent)
-    assert main(arguments) == 2
+    assert main(line.split()) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("billfish: ")
-    assert re.search(facts(message), captured.err)
+    assert [fact for fact in facts if fact not in captured.err] == []
     assert captured.err.count("\n") == 1
     assert os.listdir() == ["IN"]
 
@@ -294,7 +319,8 @@ def test_a_real_ctrl_c(tmp_path):
         finally:
             process.kill()
     assert (process.returncode, out) == (130, ""), error
-    assert error.splitlines()[-1] == "billfish: stopped; the same command continues where it was"
+    assert "stopped" in error.splitlines()[-1]
+    assert "same command continues" in error.splitlines()[-1]
     assert main(command) == 0
     assert len(bf.load(tmp_path / "out")) == 20
 

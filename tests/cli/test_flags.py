@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ LINES = {
     "eval": ["MODEL --text TEXT --tokens 20 --window 10"],
     "inspect": ["FOLDER"],
     "calibrate": ["FLOATS --text TEXT -o stats.safetensors --tokens 20 --window 10"],
-    "quantize": ["FOLDER out --format q4_0", "FLOATS out2 --bits 9 --formats q8_0 --plan plan --calibrate TEXT"],
+    "quantize": ["FOLDER out --format q4_0", "FLOATS out2 --bits 8.5 --formats q8_0 --plan plan --calibrate TEXT"],
     "convert": ["FOLDER out3 --to plain"],
     "verify": ["FOLDER FOLDER"],
     "formats": [""],
@@ -86,14 +87,20 @@ def test_a_flag_that_nothing_reads_is_found():
     assert unread(parser, lambda arguments: arguments.used, [[]]) == {"cache_type"}
 
 
-def test_the_help_names_each_flag_and_its_purpose():
-    for name in COMMANDS:
-        for action in parser_of(name)._actions:
-            assert action.help, (name, action.dest)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_each_flag_ends_with_its_default(name):
+    for action in parser_of(name)._actions:
+        about = action.help or ""
+        assert not about.endswith("."), (name, action.dest)
+        if action.dest != "help" and (action.option_strings or action.nargs in ("?", "*")):
+            ending = re.search(r"\((?:default: (.+)|required.*)\)$", about)
+            assert ending, (name, action.dest, about)
+            if isinstance(action.default, (int, float)) and not isinstance(action.default, bool):
+                assert ending[1] == f"{action.default:g}", (name, action.dest, about)
 
 
 def test_files_of_commands_have_the_shape_of_a_command():
     """cli/ is one file a command; what several share has a name that is no command."""
-    shared = {"__init__", "main", "model_arguments", "pictures"}
+    shared = {"__init__", "main", "model_arguments", "parser", "pictures"}
     folder = Path(module_of("run").__file__).parent
     assert {path.stem for path in folder.glob("*.py")} - shared == set(COMMANDS)

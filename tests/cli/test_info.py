@@ -73,7 +73,7 @@ def test_info_works_where_the_environment_does_not(capsys, monkeypatch):
     monkeypatch.setattr(bf.BACKENDS, "_made", {})
     text = told(capsys)
     assert "environment         BILLFISH_ISA=abacus" in text
-    assert re.search(r"^  cpu +no: cpu: BILLFISH_ISA is 'abacus'", text, re.MULTILINE)
+    assert re.search(r"^  cpu +no: .*BILLFISH_ISA.*'abacus'", text, re.MULTILINE)
     monkeypatch.setenv("BILLFISH_ISA", "portable")
     monkeypatch.setattr(bf.BACKENDS, "_made", {})
     assert "yes: portable kernels, as BILLFISH_ISA says" in told(capsys)

@@ -12,6 +12,7 @@ import pytest
 
 import billfish as bf
 from billfish.cli.main import COMMANDS, GROUPS, main, module_of, parser_of
+from billfish.cli.parser import OTHERS
 
 
 def test_python_dash_m_and_a_reader_that_stops_early():
@@ -51,8 +52,9 @@ def test_an_unknown_command_gets_the_nearest(capsys):
     assert main(["quantise", "in", "out"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("billfish: billfish: COMMAND is 'quantise'; expected one of run, serve, eval, ")
-    assert captured.err.endswith("Did you mean 'quantize'?\n")
+    assert captured.err.startswith("billfish: ")
+    for fact in ("'quantise'", "'quantize'?", "billfish help"):
+        assert fact in captured.err
 
 
 @pytest.mark.parametrize("words", [["--"], ["--nothing"], ["-x", "formats"]])
@@ -72,7 +74,59 @@ def test_ctrl_c_shows_no_traceback(name, capsys, monkeypatch):
     assert captured.out == ""
     assert captured.err.startswith("billfish: stopped")
     assert captured.err.count("\n") == 1
-    assert ("the same command continues" in captured.err) == COMMANDS[name].resumes
+    assert ("same command continues" in captured.err) == COMMANDS[name].resumes
+
+
+def test_help_is_a_command_and_chat_is_run(capsys):
+    assert main(["help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: billfish COMMAND")
+    shown = {}
+    for words in (["help", "run"], ["run", "--help"], ["chat", "-h"], ["help", "chat"]):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 0
+        shown[tuple(words)] = capsys.readouterr().out
+    assert set(shown.values()) == {shown["help", "run"]}
+    assert main(["help", "nothing"]) == 2
+
+
+def test_v_is_the_version(capsys):
+    for word in ("-v", "--version"):
+        with pytest.raises(SystemExit) as caught:
+            main([word])
+        assert (caught.value.code, capsys.readouterr().out) == (0, f"billfish {bf.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "facts"),
+    [
+        ("run --tempurature 1", ["no option --tempurature", "Did you mean --temperature?"]),
+        ("run --temp 1", ["--temp.", "--temperature T"]),  # llama.cpp's, and no abbreviation
+        ("run --max 3", ["no option --max"]),
+        ("serve m --api key", ["no option --api", "--api-key"]),
+        ("run m -ngl 99", ["-ngl", "--device cuda"]),
+        ("serve -hf org/name", ["-hf", "hf download ORG/NAME"]),
+        ("chat m -cnv", ["-cnv", "in a terminal"]),
+        ("serve m --ctx-size=4096", ["--ctx-size", "-c N"]),
+        ("run a b c", ["'c'", "too many"]),
+        ("quantize a b", ["--format", "--bits"]),
+        ("run -n many", ["-n/--max-tokens", "'many'"]),
+    ],
+)
+def test_wrong_words_get_the_usage_of_their_command(line, facts, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(line.split())
+    assert caught.value.code == 2
+    command = line.split()[0].replace("chat", "run")
+    usage, hint, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith(f"usage: billfish {command} ")
+    assert f"billfish {command} --help" in hint
+    assert [fact for fact in facts if fact not in error] == []
+
+
+def test_options_of_others_that_are_ours_as_well_get_no_hint():
+    ours = {option for name in COMMANDS for option in parser_of(name)._option_string_actions}
+    assert ours.isdisjoint(OTHERS)
 
 
 def test_nobody_waits_for_what_others_need():

@@ -46,7 +46,7 @@ def test_a_path_that_is_missing_is_told(line, missing, capsys):
 
 def test_an_unknown_mix_is_told_the_mixes(tmp_path, capsys):
     """It was told to use the command that it was in."""
-    assert main(["quantize", "IN", str(tmp_path / "out"), "--format", "Q4_K_XL"]) == 2
+    assert main(["quantize", str(tmp_path), str(tmp_path / "out"), "--format", "Q4_K_XL"]) == 2
     error = capsys.readouterr().err
     assert "'Q4_K_XL'" in error
     assert "Q4_K_M" in error

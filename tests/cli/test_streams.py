@@ -132,9 +132,13 @@ def test_a_prompt_that_is_no_text(tmp_path, monkeypatch, capsys):
     for errors in ("strict", "surrogateescape"):  # which of them Python takes depends on the locale
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8", errors))
         assert main(words) == 2
-        assert "run: standard input is 'utf-8' codec can't" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert "standard input" in error
+        assert "'utf-8' codec can't" in error
     assert main([*words, "-p", f"a{ODD}"]) == 2
-    assert "run: --prompt is 'utf-8' codec can't" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "prompt" in error
+    assert "'utf-8' codec can't" in error
 
 
 def test_what_is_typed_and_no_text_is_asked_for_again(tmp_path, monkeypatch, capsys):
@@ -152,7 +156,7 @@ def test_what_is_typed_and_no_text_is_asked_for_again(tmp_path, monkeypatch, cap
     assert main(["run", str(tmp_path / "small.gguf"), "-n", "1"]) == 0
     captured = capsys.readouterr()
     assert captured.err.count("billfish: ") == 2
-    assert "answer 1 tokens" in captured.err
+    assert "answer 1 token" in captured.err
 
 
 def test_a_configuration_with_lone_surrogates(tmp_path, capsys):

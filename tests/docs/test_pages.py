@@ -18,7 +18,6 @@ from benchmarks.pages import MARKED
 from billfish.cli.main import COMMANDS, main, parser_of
 
 LONGEST = 1800  # words, without tables that are generated
-LONG = {"README.md", "docs/words.md"}  # still to be shortened
 ELSEWHERE = {
     "README.md",
     "docs/cpu.md",
@@ -81,7 +80,7 @@ def test_the_python_of_the_server_s_pages_runs(capsys):
     assert names["answer"].choices[0].message.parsed.country
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name != "README.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_every_command_line_is_one_that_we_have(name):
     text = page(name)
     shown = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
@@ -106,6 +105,6 @@ def test_the_page_shows_what_quantize_and_verify_print(tmp_path, monkeypatch, ca
         assert textwrap.indent(printed, "    ") == text
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name not in LONG and "/notes/" not in name])
+@pytest.mark.parametrize("name", [name for name in PAGES if "/notes/" not in name])
 def test_a_page_is_short(name):
     assert len(MARKED.sub("", page(name)).split()) <= LONGEST

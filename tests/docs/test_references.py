@@ -35,7 +35,7 @@ def test_every_promise_has_a_test():
 
 
 def test_the_formats_in_the_readme_exist():
-    (comment,) = re.findall(r"# or (.*), \.\.\.", page("README.md"))
+    (comment,) = re.findall(r"# or (.*), \.\.\.$", page("README.md"), re.MULTILINE)
     for name in comment.split(", "):
         assert name in bf.FORMATS
 

@@ -261,7 +261,8 @@ def test_numbers_are_typed(page):
     typed = page.find_element(By.ID, "bits-scale")
     typed.send_keys(Keys.CONTROL, "a")
     typed.send_keys("1e10")
-    assert now(page)["held"] == "explain: --scale is 1e+10; expected what f16 can hold."
+    assert "--scale 1e+10" in now(page)["held"]
+    assert "f16" in now(page)["held"]
     typed.send_keys(Keys.CONTROL, "a")
     typed.send_keys("-2")
     assert now(page)["held"] == "scale -2, held as f16, is -2"

@@ -230,10 +230,10 @@ def test_eval_against_the_original(tmp_path, capsys):
     costs = []
     for format in ("q8_0", "q4_0"):
         assert main([*command, "--quantize", format]) == 0
-        costs.append(json.loads(capsys.readouterr().out)["divergence"])
+        costs.append(json.loads(capsys.readouterr().out)[0]["divergence"])
     assert 0 < costs[0] < costs[1]
     assert main([*command, "--activations", "exact"]) == 0
-    assert json.loads(capsys.readouterr().out)["divergence"] == 0
+    assert json.loads(capsys.readouterr().out)[0]["divergence"] == 0
 
 
 def test_eval_refuses_another_vocabulary(tmp_path, capsys):

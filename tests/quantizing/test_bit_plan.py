@@ -187,7 +187,7 @@ def test_only_limits_the_plan(model, tmp_path, edited):
     [
         (["taken.gguf"], "exists"),
         (["out", "--to", "gptq", "--formats", "u4b8:32,u8b128:32"], "gptq has one setting for all modules"),
-        (["out", "--to", "mlx", "--formats", "q4_0,fp4"], "fp4"),
+        (["out", "--to", "mlx", "--formats", "q4_0,fp4", "--bits", 4.5], "fp4"),
         (["out.gguf", "--only", "nosuch"], "matches no tensor"),
         (["out.gguf", "--keep", "nosuch=q8_0"], "matches no tensor"),
         (["out.gguf", "--bits", 3, "--calibrate"], "--bits"),
@@ -216,6 +216,7 @@ def test_what_cannot_be(model, tmp_path, capsys):
     out = tmp_path / "out.gguf"
     for words, message in (
         (["--bits", 3], r"--bits.*3.0.*at least 4.25"),
+        (["--bits", 99], "--format q8_0"),
         (["--bits", "nan"], r"--bits.*nan"),
         (["--bits", 5, "--formats", "q4_0,q4_0"], "--formats.*q4_0,q4_0.*different"),
         (["--bits", 5, "--formats", "q4_0,fp4:x"], "'fp4:x'"),

@@ -278,7 +278,7 @@ def _quantized(
         return stack_of(shape[0], ((name, matrix(_weights(checkpoint, name, e), e)) for e in range(shape[0])))
 
     types = {part: spec.dtype for part, spec in specs.items()}
-    return Item(name, format, shape, group, types, False, load, lambda: None)
+    return Item(name, format, shape, group, types, False, load, lambda: None, quantizes=True)
 
 
 def _matrices(checkpoint: Checkpoint, name: str) -> list[QuantizedTensor]:

@@ -268,7 +268,9 @@ def _fill(call: str, output: Output, progress: bool | OnProgress, partial: Parti
     starts = [file.ends()[count] if count else 0 for file, count in zip(output.files, kept, strict=True)]
     left = output.nbytes - sum(starts)
     _check_space(call, partial.path, left)
-    with follow(progress, left) as advance, partial.noting_digests(whole) as note:
+    pieces = [(file, piece) for file, count in zip(output.files, kept, strict=True) for piece in file.pieces[count:]]
+    work = left + sum(file.work(piece) - file.length(piece) for file, piece in pieces)
+    with follow(progress, left, work) as advance, partial.noting_digests(whole) as note:
         for path, file, count, start in zip(paths, output.files, kept, starts, strict=True):
             _write_file(path, file, count, start, note, advance)
         for name, content in output.small.items():
@@ -315,7 +317,7 @@ def _write_file(path: Path, output: OutputFile, kept: int, start: int, note: Not
                     digest = _write_piece(file, output, piece)
                     file.flush()
                     note(digest)
-                    advance(output.length(piece), piece.label)
+                    advance(output.length(piece), piece.label, output.work(piece))
             except OSError:
                 os.fsync(file.fileno())
                 on_disk = os.fstat(file.fileno()).st_size

@@ -21,13 +21,15 @@ from billfish.core.storage import Array, Storage
 from billfish.core.tensor import QuantizedTensor
 
 SHARD_BYTES = 5_000_000_000
+QUANTIZING = 100  # bytes that could be copied while a weight is quantized, roughly: the fastest method takes as long
 
 Spec = tuple[np.dtype[Any], tuple[int, ...]]
 ExpertNames = Literal["as they are", "one by one", "mlx stacks", "transformers stacks"]
 # Embeddings, the last layer, norms, convolutions, and the small matrices that choose experts: usually not quantized.
 SENSITIVE = (
     r"(^|\.)(lm_head|output|\w*embe?d\w*|wte|wpe|token_types|\w*norm\w*"
-    r"|router|router\.layer|gate|shared_expert_gate|ffn_gate_inp|ffn_gate_inp_shexp|ssm_conv1d|shortconv\.conv)(\.weight)?$"
+    r"|router|router\.layer|gate|shared_expert_gate|ffn_gate_inp|ffn_gate_inp_shexp"
+    r"|ssm_conv1d|shortconv\.conv)(\.weight)?$"
 )
 
 
@@ -47,6 +49,7 @@ class Item(NamedTuple):
     act_order: bool
     load: Callable[[], Tensor]
     order: Callable[[], NDArray[np.int64] | None]
+    quantizes: bool = False  # whether `load` rounds weights, which takes longer than all else
 
     @property
     def module(self) -> str:
@@ -89,6 +92,7 @@ class Piece:
     label: str
     sizes: tuple[int, ...]  # bytes of each, without padding
     make: Callable[[], Sequence[Array]]
+    work: int = 0  # how long it takes, where that is longer than copying it; in bytes that could be copied
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,10 @@ class OutputFile:
     def length(self, piece: Piece) -> int:
         """Bytes of a piece in the file."""
         return sum(map(self.padded, piece.sizes))
+
+    def work(self, piece: Piece) -> int:
+        """How long a piece takes, in bytes that could be copied meanwhile."""
+        return max(piece.work, self.length(piece))
 
     def ends(self) -> list[int]:
         """Where the header ends, and where each piece does."""
@@ -218,7 +226,7 @@ class Target(ABC):
             return self.make(item)
 
         sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in self.all_specs(item).values())
-        return Piece(item.name, tuple(sizes), make)
+        return Piece(item.name, tuple(sizes), make, QUANTIZING * math.prod(item.shape) if item.quantizes else 0)
 
 
 def safetensors_files(

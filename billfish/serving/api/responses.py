@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -207,13 +207,22 @@ class Choice(ABC):
 class Asked:
     """A request that was read. choices: one for each of the engine's requests. prompts: how many texts are answered,
     each by as many neighbouring requests. schema: what all answers must be, and the field that says so; it is compiled
-    before the requests are submitted."""
+    before the requests are submitted. tickets: those of the requests, when they are submitted."""
 
     body: Options
     requests: Sequence[Request]
     choices: Sequence[Choice]
     prompts: int = 1
     schema: tuple[Grammar, str] | None = None
+    tickets: list[Ticket] = field(default_factory=list)
+
+    def tokens(self) -> tuple[int, int]:
+        """Tokens of prompts and of answers so far. A prompt counts once, however many answers it has."""
+        return sum(each.prompt_tokens for each in self.firsts()), sum(each.completion_tokens for each in self.tickets)
+
+    def firsts(self) -> list[Ticket]:
+        """The ticket of the first answer to each prompt."""
+        return self.tickets[:: len(self.requests) // self.prompts]
 
 
 async def respond(service: Service, asked: Asked, receive: Receive) -> ASGIApp:
@@ -225,20 +234,19 @@ async def respond(service: Service, asked: Asked, receive: Receive) -> ASGIApp:
         asked = replace(asked, requests=[replace(request, grammar=made) for request in asked.requests])
     if asked.body.stream:
         return Events(_events(service, asked, receive))
-    tickets: list[Ticket] = []
-    async with contextlib.aclosing(answers(service, asked.requests, receive, tickets)) as pieces:
+    async with contextlib.aclosing(answers(service, asked.requests, receive, asked.tickets)) as pieces:
         async for came in pieces:
             for index, piece in came:
                 for _ in asked.choices[index].take(piece):
                     pass
     choices = [{"index": index, **choice.whole()} for index, choice in enumerate(asked.choices)]
     head = _head(service, asked, asked.body.kind)
-    return json_response({**head, "choices": choices, "usage": _usage(asked, tickets)})
+    return json_response({**head, "choices": choices, "usage": _usage(asked)})
 
 
 async def _events(service: Service, asked: Asked, receive: Receive) -> AsyncGenerator[bytes, None]:
     """The events, several together where several pieces have come."""
-    head, tickets = _head(service, asked, asked.body.chunk), list[Ticket]()
+    head = _head(service, asked, asked.body.chunk)
     include_usage = asked.body.stream_options is not None and asked.body.stream_options.include_usage
     if include_usage:
         head["usage"] = None
@@ -248,7 +256,7 @@ async def _events(service: Service, asked: Asked, receive: Receive) -> AsyncGene
             if part is not None:
                 yield event({**head, "choices": [{"index": index, **part}]})
 
-    async with contextlib.aclosing(answers(service, asked.requests, receive, tickets)) as pieces:
+    async with contextlib.aclosing(answers(service, asked.requests, receive, asked.tickets)) as pieces:
         await anext(pieces)
         yield b"".join(data for index, each in enumerate(asked.choices) for data in encoded(index, [each.first()]))
         async for came in pieces:
@@ -256,7 +264,7 @@ async def _events(service: Service, asked: Asked, receive: Receive) -> AsyncGene
             if data:
                 yield data
     if include_usage:
-        yield event({**head, "choices": [], "usage": _usage(asked, tickets)})
+        yield event({**head, "choices": [], "usage": _usage(asked)})
     yield DONE
 
 
@@ -289,14 +297,11 @@ def _head(service: Service, asked: Asked, kind: str) -> dict[str, Any]:
     return {"id": identifier, "object": kind, "created": int(time.time()), "model": service.name}
 
 
-def _usage(asked: Asked, tickets: list[Ticket]) -> dict[str, Any]:
-    """Tokens. A prompt counts once, however many answers it has."""
-    firsts = tickets[:: len(asked.requests) // asked.prompts]
-    prompt = sum(ticket.prompt_tokens for ticket in firsts)
-    completion = sum(ticket.completion_tokens for ticket in tickets)
+def _usage(asked: Asked) -> dict[str, Any]:
+    prompt, completion = asked.tokens()
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(ticket.cached_tokens for ticket in firsts)},
+        "prompt_tokens_details": {"cached_tokens": sum(ticket.cached_tokens for ticket in asked.firsts())},
     }

@@ -7,12 +7,14 @@ import base64
 import hashlib
 import logging
 import re
+import time
 from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
@@ -29,6 +31,7 @@ from billfish.serving.api.service import Service
 from billfish.serving.http.keys import Keys
 from billfish.serving.http.metrics import CONTENT_TYPE, Metrics
 
+LOG, ACCESS = logging.getLogger("billfish.serving"), logging.getLogger("billfish.access")
 BODY_BYTES = 8 * 2**20
 BODY_SECONDS = 60.0  # to send a body in
 MODELS = "/v1/models"
@@ -37,7 +40,7 @@ PAGE = Path(__file__).with_name("page.html")
 Handle = Callable[[HttpRequest], Awaitable[ASGIApp]]
 
 
-def make_app(service: Service, keys: Keys) -> Starlette:
+def make_app(service: Service, keys: Keys, *, access_log: bool = False) -> Starlette:
     """What uvicorn runs. The page and /health are for everybody, all else for those who have a key."""
     metrics = Metrics(service)
 
@@ -48,6 +51,7 @@ def make_app(service: Service, keys: Keys) -> Starlette:
         async def handle(request: HttpRequest) -> ASGIApp:
             body = await read_body(request)
             asked = await service.read(lambda: read(service, parse(body, kind)))
+            request.state.tokens = asked.tokens
             return await respond(service, asked, request.receive)
 
         return handle
@@ -56,6 +60,7 @@ def make_app(service: Service, keys: Keys) -> Starlette:
         body = await read_body(request)
         asked = await service.read(parse, body, EmbeddingBody)
         texts = await service.read(read_embeddings, service, asked)
+        request.state.tokens = lambda: (sum(len(text.tokens) for text in texts), 0)
         return await embeddings(service, asked, texts, request.receive)
 
     async def list_models(request: HttpRequest) -> ASGIApp:
@@ -87,7 +92,33 @@ def make_app(service: Service, keys: Keys) -> Starlette:
             route("/v1/embeddings", embed, "POST"),
         ],
         exception_handlers={HTTPException: no_such_path},
+        middleware=[Middleware(AccessLog)] if access_log else [],
     )
+
+
+class AccessLog:
+    """Logs a line for each request when it is over: method, path, status, tokens of prompt and answer, time."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status, started = "closed by the client", time.perf_counter()
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            tokens = scope.get("state", {}).get("tokens", lambda: ())()
+            facts = [status, *([f"{tokens[0]} + {tokens[1]} tokens"] if tokens else [])]
+            facts.append(f"{time.perf_counter() - started:.3f} s")
+            client = scope["client"][0] if scope.get("client") else "-"
+            ACCESS.info("%s %s %s %s", client, scope["method"], readable(scope["path"]), ", ".join(facts))
 
 
 class Endpoint:
@@ -120,7 +151,7 @@ class Endpoint:
         except Exception:
             if began:
                 raise  # uvicorn logs it and closes the connection
-            logging.getLogger("billfish.serving").exception("%s failed", self._path)
+            LOG.exception("%s failed", self._path)
             await refused(Refusal(500, "Internal error. See the server's log."))(scope, receive, watched)
 
 

@@ -1,4 +1,4 @@
-"""Who may ask: the keys of --api-key-file."""
+"""Who may ask: the keys of --api-key and --api-key-file."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ class Keys:
 
     def __init__(self, keys: list[str]) -> None:
         self._digests = [_digest(key) for key in keys]
+
+    def __or__(self, other: Keys) -> Keys:
+        """The keys of both."""
+        both = Keys([])
+        both._digests = self._digests + other._digests
+        return both
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -44,8 +50,13 @@ def read_keys(path: str) -> Keys:
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise DataError(failure("serve", f"--api-key-file {path} has no keys", "Write one key per line."))
-    if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
-        raise DataError(failure("serve", f"--api-key-file {path} has a key with spaces or non-ASCII characters"))
+    return checked_keys("--api-key-file", keys)
+
+
+def checked_keys(option: str, keys: list[str]) -> Keys:
+    """Raises unless clients can send these keys in a header. The message does not show them."""
+    if not all(key.isascii() and key.isprintable() and key and " " not in key for key in keys):
+        raise DataError(failure("serve", f"{option} has a key with spaces or non-ASCII characters"))
     return Keys(keys)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -9,11 +11,12 @@ from types import FrameType
 
 import uvicorn
 
-from billfish.core.errors import DataError, complaint
+from billfish.core.errors import DataError, readable
 from billfish.serving.api.service import Service
 from billfish.serving.http.app import make_app
 from billfish.serving.http.keys import Keys
 
+LOG = logging.getLogger("billfish.serving")
 READER_SECONDS = 10  # for slow clients to read what was finished
 BACKLOG = 1024  # connections that wait to be accepted
 
@@ -22,10 +25,12 @@ class Server(uvicorn.Server):
     """Answers HTTP until a signal comes. Then what runs is finished and what comes is refused with 503, and the process
     ends. A second signal ends it at once."""
 
-    def __init__(self, service: Service, keys: Keys, announce: Callable[[], object] = lambda: None) -> None:
-        """announce: called when it listens and minds signals."""
+    def __init__(
+        self, service: Service, keys: Keys, announce: Callable[[], object] = lambda: None, access_log: bool = True
+    ) -> None:
+        """announce: called when it listens and minds signals. access_log: whether to log a line for each request."""
         config = uvicorn.Config(
-            make_app(service, keys),
+            make_app(service, keys, access_log=access_log),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -50,20 +55,30 @@ class Server(uvicorn.Server):
         threading.Thread(target=self._finish, name="billfish-closing", daemon=True).start()
 
     def _finish(self) -> None:
+        counts = self.service.engine.counts()  # not in the signal's handler, which may interrupt another line
+        left = counts.running + counts.waiting
+        answers = f"finishing {left} answer{'s' * (left > 1)}; Ctrl-C again ends at once"
+        LOG.info(answers if left else "stopping")
         self.service.engine.close(finish=True)
         self.should_exit = True
 
 
 def listen(host: str, port: int) -> socket.socket:
     """The socket of an address; port 0 takes a free one."""
-    takes = "an address of this machine and a free port from 0 to 65535"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if not 0 <= port < 65536:
+        raise DataError(f"serve: --port {port} is no port. Choose one from 1 to 65535, or 0 for any free one.")
     try:
-        if not 0 <= port < 65536:
-            raise OSError("no such port")
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise DataError(complaint("serve", "--host and --port", f"{host}, {port} ({error})", takes)) from None
+        if error.errno == errno.EADDRINUSE:
+            what = f"Port {port} of {host} is in use. Choose another with --port, or --port 0 for any free one."
+        elif error.errno == errno.EACCES:
+            what = f"Port {port} needs more rights than this user has. Choose a --port from 1024 on."
+        else:
+            why = str(error.strerror or error).partition(" (while")[0]
+            what = f"--host {readable(host)} is no address of this machine ({why})."
+        raise DataError(f"serve: {what}") from None
 
 
 def address(listening: socket.socket) -> str:
