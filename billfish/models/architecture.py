@@ -64,6 +64,7 @@ POST_NORMS = {  # after each part, before it is added
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+IMAGES = ("model.visual.", "visual.")  # how tensors begin that are of images
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 # How folders have experts: a matrix each, called gate_proj, up_proj and down_proj, or Mixtral's w1, w3 and w2; stacks
 # `experts.gate_up_proj` [E, 2 I, H], gate above up; Granite's `input_linear.weight` and `output_linear.weight`; or
@@ -169,7 +170,7 @@ class Architecture:
     def prefixes(self, layers: int) -> dict[str, str]:
         """How names of tensors may begin in folders, and how they then would without parts for images or drafts: only
         so do tables of modules know them. "" for tensors that are not read."""
-        return {"model.language_model.": "model.", "model.visual.": "", "visual.": ""}
+        return {"model.language_model.": "model.", **dict.fromkeys(IMAGES, "")}
 
     def own_name(self, f: Fields, module: str) -> str:
         """GGUF's name of a module of a layer, where it depends on the hyperparameters."""

@@ -245,7 +245,7 @@ def test_columns_that_blocks_do_not_end_with_keep_their_order(tmp_path, format):
 # ---- other parts of folders ------------------------------------------------------------------------------------------
 
 
-def test_a_folder_with_images_and_drafts_runs_as_text(model_of, tmp_path):
+def test_a_folder_with_images_and_drafts_runs_as_text(model_of, tmp_path, caplog):
     """As Qwen publishes it: the language model is a part, beside one for images and a block that drafts."""
     folder = model_of("qwen35").decoder.tensors.source.tensors.folder
     shutil.copytree(folder, tmp_path / "in")
@@ -262,13 +262,16 @@ def test_a_folder_with_images_and_drafts_runs_as_text(model_of, tmp_path):
     text = json.loads((folder / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
     (tmp_path / "in" / "config.json").unlink()
     edit(tmp_path / "in" / "config.json", model_type="qwen3_5", text_config=text, tie_word_embeddings=False)
-    bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
+    report = bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
+    assert [note.name for note in report.notes if "images" in note.reason] == list(images)
     tensors = bf.load(tmp_path / "m.gguf")
     assert_same_bits(tensors["blk.4.nextn.enorm.weight"], np.full(64, 1.25, np.float32))
+    caplog.set_level("INFO")
     for path in (tmp_path / "in", tmp_path / "m.gguf"):
         model = load(path, device="cpu")
         assert (model.config.layers, model.config.draft_blocks) == (4, 1)
         assert_same_bits(model.logits(TOKENS), expected)
+    assert "1 tensors for images are left out" in caplog.text
     bf.convert(tmp_path / "m.gguf", tmp_path / "back", "plain")
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == (arrays | draft).keys()

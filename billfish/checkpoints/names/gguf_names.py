@@ -26,7 +26,7 @@ from billfish.models import ARCHITECTURES, Architecture, of_config, of_gguf
 from billfish.models import UnknownModel as UnknownModel
 from billfish.models.architecture import EMBEDDING as EMBEDDING
 from billfish.models.architecture import HEAD as HEAD
-from billfish.models.architecture import LAYER, TOP, Field
+from billfish.models.architecture import IMAGES, LAYER, TOP, Field
 from billfish.models.fields import Fields
 from billfish.models.rope import FACTOR_TENSORS
 from billfish.models.rope import ROTARY_FACTORS as ROTARY_FACTORS
@@ -225,6 +225,11 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     return {**text, "tie_word_embeddings": tied}
+
+
+def is_of_images(name: str) -> bool:
+    """Whether a tensor of a folder is of a part that sees images, which GGUF has a file of its own for."""
+    return name.startswith(IMAGES)
 
 
 def _text_only(checkpoint: Checkpoint, prefixes: Mapping[str, str]) -> Checkpoint:
