@@ -7,8 +7,9 @@ stack in memory where matrices that lie apart become one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,46 +20,151 @@ from billfish.core.errors import CheckpointError, bad_argument, failure
 from billfish.core.format import Format
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array
-from billfish.core.tensor import QuantizedTensor
+from billfish.core.tensor import QuantizedTensor, join_rows, why_not_joined
 
 
 class Renamed(Entry):
-    """A tensor under another name, a matrix perhaps with its rows in another order."""
+    """A tensor under another name, a matrix perhaps with rows and columns in another order, or with some rows only.
 
-    def __init__(self, entry: Entry, name: str, order: NDArray[np.int64] | None = None) -> None:
-        super().__init__(replace(entry.description, name=name), entry.parts)
-        self.entry, self.order = entry, order
+    rows, columns: which one of the entry's comes where. A quantized matrix whose blocks are larger than what moves
+    together keeps its columns, and says their order.
+    """
+
+    def __init__(
+        self,
+        entry: Entry,
+        name: str,
+        rows: NDArray[np.int64] | None = None,
+        columns: NDArray[np.int64] | None = None,
+    ) -> None:
+        about, self.entry, self.rows, self.columns = entry.description, entry, rows, columns
+        if rows is not None and len(rows) != about.shape[0]:
+            nbytes = about.nbytes * len(rows) // max(1, about.shape[0])
+            about = replace(about, shape=(len(rows), *about.shape[1:]), nbytes=nbytes)
+        if columns is not None and (len(about.shape) != 2 or about.shape[1] != len(columns)):
+            raise CheckpointError(failure(CALL, f"{about.name} has the shape {about.shape}, not [N, {len(columns)}]"))
+        self._whole = columns is None or about.format is None or self._moves_blocks(about, columns)
+        if not self._whole:
+            about = replace(about, act_order=True)
+        super().__init__(replace(about, name=name), entry.parts)
+
+    @staticmethod
+    def _moves_blocks(about: Description, columns: NDArray[np.int64]) -> bool:
+        assert about.format is not None
+        assert about.group_size is not None
+        specs = about.format.storage_spec(about.shape[0], about.shape[1], about.group_size)
+        runs = {spec.run for spec in specs.values() if spec.k_axis is not None}
+        return not about.act_order and all(_in_runs(columns, run) for run in runs)
 
     def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
-        if self.order is None:
-            return self.entry.read(rows, columns, experts)
-        start, stop = check_span("rows", rows, len(self.order))
-        chosen = self.order[start:stop]
+        if self.columns is not None:
+            return self._cut(self._in_order(self._rows(rows, None)), columns)
+        return self.entry.read(rows, columns, experts) if self.rows is None else self._rows(rows, columns)
+
+    def _rows(self, rows: Span | None, columns: Span | None) -> Tensor:
+        if self.rows is None:
+            return self.entry.read(rows, columns)
+        start, stop = check_span("rows", rows, len(self.rows))
+        chosen = self.rows[start:stop]
         first = int(chosen.min())  # rows move inside of their head, so that whole heads cost no more than themselves
         part = self.entry.read((first, int(chosen.max()) + 1), columns)
         return part[chosen - first] if isinstance(part, np.ndarray) else part.take_rows(chosen - first)
 
+    def _in_order(self, tensor: Tensor) -> Tensor:
+        """With its columns in order."""
+        assert self.columns is not None
+        if isinstance(tensor, np.ndarray):
+            return tensor[:, self.columns]
+        assert isinstance(tensor, QuantizedTensor)
+        if not self._whole:
+            order = self._order(tensor.permutation)
+            return QuantizedTensor.owning(tensor.format, tensor.shape, tensor.group_size, tensor.storage, order)
+        specs, storage = tensor.format.storage_spec(*tensor.shape, tensor.group_size), dict(tensor.storage)
+        for name, spec in specs.items():
+            if spec.k_axis is not None:
+                steps = self.columns[:: spec.run, None] // spec.run * spec.items + np.arange(spec.items)
+                storage[name] = np.take(storage[name], steps.ravel(), axis=spec.k_axis)
+        return QuantizedTensor.owning(tensor.format, tensor.shape, tensor.group_size, storage)
+
+    def _order(self, stored: NDArray[Any] | None) -> NDArray[np.int64]:
+        """Where stored columns belong, if `stored` says where they belong in the entry."""
+        assert self.columns is not None
+        new = np.argsort(self.columns)
+        return new if stored is None else new[stored]
+
+    def _cut(self, tensor: Tensor, columns: Span | None) -> Tensor:
+        if columns is None or isinstance(tensor, np.ndarray):
+            return tensor if columns is None else cut_array(np.asarray(tensor), None, columns)
+        first, last = check_span("columns", columns, tensor.shape[-1])
+        assert isinstance(tensor, QuantizedTensor)
+        specs = tensor.format.storage_spec(*tensor.shape, tensor.group_size)
+        some = {name: specs[name].cut(array, None, slice(first, last)) for name, array in tensor.storage.items()}
+        return QuantizedTensor.owning(tensor.format, (tensor.shape[0], last - first), tensor.group_size, some)
+
     def permutation(self) -> NDArray[np.int64] | None:
-        return self.entry.permutation()
+        return self.entry.permutation() if self._whole else self._order(self.entry.permutation())
+
+
+def _in_runs(order: NDArray[np.int64], run: int) -> bool:
+    """Whether an order moves runs of so many columns as wholes."""
+    if len(order) % run:
+        return False
+    starts = order[::run]
+    return bool((starts % run == 0).all() and (order.reshape(-1, run) == starts[:, None] + np.arange(run)).all())
 
 
 class Widened(Entry):
-    """Plain numbers in float32, as llama.cpp wants norms, biases and routers, with a number added to each.
+    """Plain numbers in float32, as llama.cpp wants norms, biases and routers, and perhaps a function of them.
 
     shape: of as many numbers, if not the shape that they have.
     """
 
-    def __init__(self, entry: Entry, added: int = 0, shape: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        entry: Entry,
+        function: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
         about = entry.description
         shape = about.shape if shape is None else shape
         super().__init__(replace(about, dtype="F32", nbytes=4 * math.prod(shape), shape=shape), entry.parts)
-        self.entry, self.added = entry, np.float32(added)
+        self.entry, self.function = entry, function
 
     def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Array:
         numbers = self.entry.read()
         assert isinstance(numbers, np.ndarray)
         wide = numbers.astype(np.float32).reshape(self.description.shape)
-        return cut_array(wide + self.added if self.added else wide, rows, columns, experts)  # -0.0 stays what it is
+        return cut_array(wide if self.function is None else self.function(wide), rows, columns, experts)
+
+
+class Below(Entry):
+    """Matrices [N, K] of one kind as one, the rows of each below those of the one before."""
+
+    def __init__(self, name: str, matrices: Sequence[Entry]) -> None:
+        first = matrices[0].description
+        for about in (matrix.description for matrix in matrices):
+            alike = (about.format, about.dtype, about.shape[1:], about.group_size)
+            if alike != (first.format, first.dtype, first.shape[1:], first.group_size) or about.act_order:
+                problem = f"{about.name} is {_kind(about)}, and {first.name}, with which it becomes one, {_kind(first)}"
+                raise CheckpointError(failure(CALL, problem))
+        nbytes = sum(matrix.description.nbytes for matrix in matrices)
+        rows = sum(matrix.description.shape[0] for matrix in matrices)
+        about = replace(first, name=name, shape=(rows, *first.shape[1:]), nbytes=nbytes)
+        super().__init__(about, frozenset[str]().union(*(matrix.parts for matrix in matrices)))
+        self.matrices = matrices
+
+    def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
+        check_experts(self.description, experts)
+        whole = [matrix.read(None, columns) for matrix in self.matrices]
+        start, stop = check_span("rows", rows, self.description.shape[0])
+        if self.description.format is None:
+            return np.concatenate([np.asarray(part) for part in whole])[start:stop]
+        tensors = [part for part in whole if isinstance(part, QuantizedTensor)]
+        reason = why_not_joined(tensors)
+        if reason:
+            raise CheckpointError(failure(CALL, f"{self.description.name} cannot be made of its parts: {reason}"))
+        joined = join_rows(tensors)
+        return joined if rows is None else joined.take_rows(np.arange(start, stop))
 
 
 class Computed(Entry):

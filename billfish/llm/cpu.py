@@ -30,8 +30,10 @@ from billfish.llm.sampler import Sampler
 from billfish.models.description import (
     Attention,
     Block,
+    Convolution,
     Dense,
     DenseAndMixture,
+    GatedDeltaNet,
     Matrix,
     Mixture,
     Model,
@@ -57,20 +59,11 @@ class CpuDecoder(Decoder):
 
     def __init__(self, tensors: ModelTensors) -> None:
         super().__init__(tensors)
-        self._refuse_unknown()
         backend = BACKENDS["cpu"]
         assert isinstance(backend, CpuBackend)
         self._backend = backend
         self._embedding, *tables = (_in_memory(tensors.table(table)) for table in tensors.tables)
         self._layer_embedding = tables[0] if tables else None
-
-    def _refuse_unknown(self) -> None:
-        """Raises for a model with mixers that there are no kernels for."""
-        for i, block in enumerate(self.config.blocks):
-            mixer = block.mixer
-            if not isinstance(mixer, Attention) or mixer.gated:
-                what = "attention with an output gate" if isinstance(mixer, Attention) else type(mixer).__name__
-                raise ModelError(failure(CALL, f"the CPU cannot run layer {i}, which is {what}"))
 
     def pack(self, under_way: Callable[[], object]) -> None:
         tensors = self.tensors
@@ -115,6 +108,8 @@ class CpuDecoder(Decoder):
                 return stacks[part].arrays(tensors.bias(part))
             if isinstance(part, Vector):
                 return tensors.vector(part)
+            if isinstance(part, Convolution):
+                return tensors.convolution(part)
             if not dataclasses.is_dataclass(part):
                 return part
             fields = {field.name: native(getattr(part, field.name)) for field in dataclasses.fields(part)}
@@ -236,7 +231,7 @@ class CpuDecoder(Decoder):
             for cache, tokens in passages:
                 assert isinstance(cache, CpuCache)
                 start = len(cache.tokens)
-                cache.reserve_rows(start, len(tokens))
+                cache.reserve_rows(start, len(tokens), self.ends_in(start, tokens))
                 rows.append((cache.state, start, len(tokens)))
             self._native.run(x, rows, digits, inputs)
             for cache, tokens in passages:
@@ -318,7 +313,8 @@ class CpuDecoder(Decoder):
 
 class CpuCache(Cache):
     """The state of a sequence in native memory: keys and values in float32 or float16, in blocks of CACHE_BLOCK
-    positions, which only kernels know to read. Layers with a window keep a ring of positions."""
+    positions, which only kernels know to read. Layers with a window keep a ring of positions. Recurrent layers keep one
+    state, and checkpoints of earlier ones: the sequence can only be cut back to those."""
 
     def __init__(self, config: Model, capacity: int = 256, type: CacheType = "float32") -> None:
         super().__init__(config, capacity)
@@ -336,14 +332,15 @@ class CpuCache(Cache):
 
     def reserve(self, positions: int) -> None:
         with self.lock:
-            self.state.reserve(len(self.tokens), 0, positions)
+            self.state.reserve(len(self.tokens), 0, positions, [])
 
-    def reserve_rows(self, start: int, count: int) -> None:
-        """Make room for the rows of a pass. The capacity doubles, so that a long text is not copied at every token."""
+    def reserve_rows(self, start: int, count: int, message_ends: Sequence[int] = ()) -> None:
+        """Make room for the rows of a pass. The capacity doubles, so that a long text is not copied at every token.
+        message_ends: positions behind the last token of a message, where other prompts are likely to part."""
         capacity = self.state.capacity
         if start + count > capacity:
             capacity = max(start + count, min(2 * capacity, self.config.context))
-        self.state.reserve(start, count, capacity)
+        self.state.reserve(start, count, capacity, list(message_ends))
 
     def like(self, capacity: int) -> CpuCache:
         return CpuCache(self.config, capacity, self.type)
@@ -356,24 +353,30 @@ class CpuCache(Cache):
         return self.state.restorable(positions)
 
 
-def _state_shape(block: Block) -> tuple[int, int, int]:
-    """What a layer keeps of a sequence: heads and their size, and the window. Nothing where it uses another's."""
+def _state_shape(block: Block) -> tuple[int, int, int, int]:
+    """What a layer keeps of a sequence: heads and their size, the window, and the numbers of a recurrent state."""
     mixer = block.mixer
-    assert isinstance(mixer, Attention)
-    return (mixer.kv_heads, mixer.head_size, mixer.window) if mixer.shares is None else (0, 16, 0)
+    if not isinstance(mixer, Attention):
+        return 0, 16, 0, mixer.state_numbers
+    return (mixer.kv_heads, mixer.head_size, mixer.window, 0) if mixer.shares is None else (0, 16, 0, 0)
 
 
 def inputs_of(block: Block) -> list[tuple[Matrix | Stack, ...]]:
     """The matrices that multiply each input of a layer, in the order of the native decoder's LayerInput."""
     mixer, part = block.mixer, block.feed_forward
-    assert isinstance(mixer, Attention)
+    if isinstance(mixer, Attention):
+        first = tuple(matrix for matrix in (mixer.q, mixer.k, mixer.v) if matrix is not None)
+    elif isinstance(mixer, GatedDeltaNet):
+        first = (mixer.qkv, mixer.z, mixer.beta, mixer.alpha)
+    else:
+        first = (mixer.projection,)
     dense = part if isinstance(part, Dense) else part.dense if isinstance(part, DenseAndMixture) else part.shared
     mixture = part if isinstance(part, Mixture) else part.mixture if isinstance(part, DenseAndMixture) else None
     own_router = [mixture.router.matrix] if mixture is not None and mixture is part else []
     other_router = [mixture.router.matrix] if mixture is not None and mixture is not part else []
     layer_input = block.per_layer_input
     return [
-        tuple(matrix for matrix in (mixer.q, mixer.k, mixer.v) if matrix is not None),
+        first,
         (mixer.output,),
         (*((dense.gate, dense.up) if dense else ()), *own_router),
         (dense.down,) if dense else (),

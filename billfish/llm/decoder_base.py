@@ -32,6 +32,7 @@ class Decoder(ABC):
         self.tensors, self.config = tensors, tensors.config
         self.last_norm = tensors.vector(self.config.final_norm)
         self.nbytes = 0  # of weights, as they are held in memory
+        self.message_ends: frozenset[int] = frozenset()  # tokens that end a message of a conversation
 
     @abstractmethod
     def pack(self, under_way: Callable[[], object]) -> None:
@@ -72,6 +73,12 @@ class Decoder(ABC):
     @abstractmethod
     def check_activations(self, call: str, activations: str | None, usual: Activations | None) -> Activations | None:
         """Raises unless the device multiplies with such activations. None: `usual`."""
+
+    def ends_in(self, start: int, tokens: list[int]) -> list[int]:
+        """Positions behind the messages that end in these tokens, which come at positions from `start` on."""
+        if not self.message_ends:
+            return []
+        return [start + i + 1 for i, token in enumerate(tokens) if token in self.message_ends]
 
     def set_cache_type(self, cache_type: CacheType) -> None:
         """Caches that are made from now on have such numbers; raises if the device has none."""

@@ -114,6 +114,7 @@ class Model:
             tokenizer: list[Future[Tokenizer]] = []  # the vocabulary is read while native threads pack the weights
             self.decoder.pack(lambda: tokenizer.append(pool.submit(source.tokenizer)))
             self.tokenizer = tokenizer[0].result()
+        self.decoder.message_ends = frozenset(self.tokenizer.ends)
 
     @cached_property
     def template(self) -> ChatTemplate | None:

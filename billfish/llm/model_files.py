@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.layouts.gguf import Metadata
-from billfish.checkpoints.names.gguf_names import EMBEDDING, HEAD, by_gguf_names, model_name
+from billfish.checkpoints.names.gguf_names import EMBEDDING, HEAD, by_gguf_names, is_of_images, model_name
 from billfish.checkpoints.tokenizer import gguf_tokenizer, tokenizer_json
 from billfish.checkpoints.tokenizer.tokenizer import TOKEN_COST, Tokenizer
 from billfish.core.errors import ModelError, failure
@@ -19,6 +20,7 @@ from billfish.core.files import is_affordable
 from billfish.models import ARCHITECTURES
 
 CALL = "llm.load"
+LOGGER = logging.getLogger("billfish")
 PADDING = 32  # rows and columns of packed matrices are multiples of it, or of a divisor
 MATRIX_COST = 4096  # bytes of memory for a packed matrix, beside its weights
 
@@ -71,6 +73,8 @@ def _of_gguf(checkpoint: Checkpoint, fields: Metadata) -> Source:
 
 def _of_folder(checkpoint: Checkpoint, path: Path) -> Source:
     tensors = by_gguf_names(checkpoint)
+    if left := [name for name in checkpoint if is_of_images(name)]:
+        LOGGER.info("%d tensors for images are left out: only text is run.", len(left))
     tokenizer_json.check_files(path)
     untied = checkpoint.config.get("tie_word_embeddings") is False
     for name in (EMBEDDING, HEAD) if untied else (EMBEDDING,):

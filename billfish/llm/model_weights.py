@@ -20,7 +20,7 @@ from billfish.core.tensor import QuantizedTensor
 from billfish.llm.kv_cache import Floats
 from billfish.llm.model_files import Source
 from billfish.models.architecture import EMBEDDING, HEAD
-from billfish.models.description import Matrix, Model, Stack, Vector, tensors_in
+from billfish.models.description import Convolution, Matrix, Model, Stack, Vector, tensors_in
 from billfish.models.rope import FACTOR_TENSORS, LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS, Rope
 
 CALL = "llm.load"
@@ -60,7 +60,7 @@ class ModelTensors:
         source.check_matrices({f"{matrix.name}.weight" for matrix in self.weights})
         self._refuse_others(parts)
 
-    def _refuse_others(self, parts: list[Vector | Matrix | Stack]) -> None:
+    def _refuse_others(self, parts: list[Vector | Matrix | Stack | Convolution]) -> None:
         """Raises for a tensor that no part of the model multiplies with: the file is of a model with more parts."""
         used = {EMBEDDING, HEAD, self.config.final_norm.name, *FACTOR_TENSORS, *self.config.unused}
         for part in parts:
@@ -96,9 +96,9 @@ class ModelTensors:
             if self._joined is None or self._joined[0] != matrix.name:
                 self._joined = matrix.name, self._matrix(matrix)
             whole, last = self._joined[1], matrix.first + matrix.rows
-            wanted = np.arange(matrix.first, last)
+            wanted = np.array(matrix.chosen) if matrix.chosen else np.arange(matrix.first, last)
             tensor = whole.take_rows(wanted) if isinstance(whole, QuantizedTensor) else whole[wanted]
-            if last == matrix.joined:
+            if wanted[-1] == matrix.joined - 1:
                 self._joined = None
         return self._seen(matrix, tensor)
 
@@ -129,8 +129,17 @@ class ModelTensors:
         """Its numbers; None for none."""
         if vector is None:
             return None
-        numbers = self._numbers(vector.name, (vector.size,))
+        shape = vector.stored or (vector.size,)
+        if self.has(vector.name) and self.source.tensors.describe(vector.name).shape == (1, vector.size):
+            shape = (1, vector.size)  # as llama.cpp writes the gate of a shared expert
+        numbers = self._numbers(vector.name, shape).reshape(vector.size)
         return numbers if vector.factor == 1 else numbers * np.float32(vector.factor)
+
+    def convolution(self, part: Convolution) -> tuple[Floats, Floats | None]:
+        """Weights [taps, channels], and the bias [channels] where the model has it."""
+        weights, bias = self._numbers(f"{part.name}.weight", (part.channels, part.taps)), f"{part.name}.bias"
+        has_bias = part.bias == "required" or (part.bias == "allowed" and self.has(bias))
+        return np.ascontiguousarray(weights.T), self._numbers(bias, (part.channels,)) if has_bias else None
 
     def _numbers(self, name: str, shape: tuple[int, ...]) -> Floats:
         """Numbers in memory of their own: a decoder keeps them, and somebody may overwrite the file."""

@@ -34,6 +34,7 @@ from billfish.models.description import (
     Stack,
     Vector,
 )
+from billfish.models.difference import SAME, Difference, neighbours
 from billfish.models.fields import CALL, CONFIG_CALL, Fields, number, positive, refuse
 from billfish.models.rope import Rope, Rule, read_scaling, rule_of
 
@@ -63,6 +64,7 @@ POST_NORMS = {  # after each part, before it is added
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+IMAGES = ("model.visual.", "visual.")  # how tensors begin that are of images
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 # How folders have experts: a matrix each, called gate_proj, up_proj and down_proj, or Mixtral's w1, w3 and w2; stacks
 # `experts.gate_up_proj` [E, 2 I, H], gate above up; Granite's `input_linear.weight` and `output_linear.weight`; or
@@ -96,6 +98,7 @@ SIZES = NEEDED | {
     "rope_theta": "rope.freq_base",
 }
 EXPERT_SIZE = {"moe_intermediate_size": "expert_feed_forward_length"}
+SHARED_SIZE = "expert_shared_feed_forward_length"  # the field for the expert of all tokens
 NORMALIZED = {"norm_topk_prob": "expert_weights_norm"}
 WINDOW = {"sliding_window": "attention.sliding_window"}
 CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
@@ -129,7 +132,7 @@ class Architecture:
     parameters: ClassVar[dict[str, str]] = {}  # tensors of a layer that are no weight or bias of a module, in either
     top: ClassVar[dict[str, str]] = TOP  # modules outside of layers
     reordered: ClassVar[bool] = False  # llama.cpp's converter makes rotary pairs of q and k adjacent
-    norm_offset: ClassVar[int] = 0  # of norms in GGUF, against those in folders
+    joined: ClassVar[tuple[tuple[str, ...], ...]] = ()  # modules of GGUF that folders have as one, rows below rows
     unpublished_head: ClassVar[bool] = False  # llama.cpp refuses a head that is a copy of the embedding
     expert_files: ClassVar[ExpertFiles] = "apart"
 
@@ -161,6 +164,39 @@ class Architecture:
     def matches(self, fields: Fields) -> bool:
         """Whether a GGUF file of this architecture is of this type, and not of another one that shares its name."""
         return True
+
+    # ---- tensors -----------------------------------------------------------------------------------------------------
+
+    def prefixes(self, layers: int) -> dict[str, str]:
+        """How names of tensors may begin in folders, and how they then would without parts for images or drafts: only
+        so do tables of modules know them. "" for tensors that are not read."""
+        return {"model.language_model.": "model.", **dict.fromkeys(IMAGES, "")}
+
+    def own_name(self, f: Fields, module: str) -> str:
+        """GGUF's name of a module of a layer, where it depends on the hyperparameters."""
+        return module
+
+    def difference(self, f: Fields, name: str, shape: tuple[int, ...]) -> Difference:
+        """How a tensor differs between GGUF and folders. name: in GGUF, without its layer. shape: on the side where it
+        is."""
+        module = name.rpartition(".")[0]
+        if self.reordered and module in ("attn_q", "attn_k"):
+            field = "attention.head_count"
+            heads = (f.get(f"{field}_kv") if module == "attn_k" else None) or f.get(field)
+            if isinstance(heads, (list, tuple)):  # 0 for layers without attention
+                heads = next(iter(set(heads) - {0}), None) if len(set(heads) - {0}) == 1 else heads
+            if not isinstance(heads, int) or heads < 1:
+                takes = "the number of heads, the same in all layers"
+                raise CheckpointError(bad_argument(CONFIG_CALL, f"{self.gguf}.{field}", repr(heads), takes))
+            n = shape[0] if shape else 0
+            if n % (2 * heads) or n == 0:
+                raise CheckpointError(
+                    failure(CONFIG_CALL, f"{name} has {n} rows for {heads} heads, not an even number each")
+                )
+            return Difference(rows=neighbours(n, heads))
+        if name == "ffn_gate_inp_shexp.weight" and len(shape) == 1:  # a matrix of one row; in old GGUF files, a vector
+            return Difference(folder_axis=0)
+        return SAME
 
     # ---- config.json to GGUF -----------------------------------------------------------------------------------------
 
@@ -367,11 +403,12 @@ class Architecture:
         sinks: bool = False,
         joined: bool = False,
         temperature: tuple[float, int] | None = None,
+        gated: bool = False,
     ) -> Attention:
         """The attention of layer i.
 
         head_norms: RMSNorm of q and k before they rotate, of "each" head or of "all" heads together. joined: q, k and v
-        are one matrix in files. scale: of scores; None: 1 / sqrt(head size).
+        are one matrix in files. scale: of scores; None: 1 / sqrt(head size). gated: q has rows of an output gate, too.
         """
         heads, hidden, size = f.size("attention.head_count", layer=i), f.size("embedding_length"), self.head_size(f, i)
         kv_heads = f.size("attention.head_count_kv", heads, i)
@@ -383,10 +420,11 @@ class Architecture:
         )
         refuse(size < 1 or size % 16 != 0, "attention.key_length", size, "a multiple of 16")
         at, rows = f"blk.{i}.", {"q": heads * size, "k": kv_heads * size, "v": kv_heads * size}
+        counts = rows | {"q": 2 * rows["q"]} if gated else rows
         if joined:
-            q, k, v = split_rows(f"{at}attn_qkv", list(rows.values()), hidden, qkv_bias)
+            q, k, v = split_rows(f"{at}attn_qkv", list(counts.values()), hidden, qkv_bias)
         else:
-            q, k, v = (Matrix(f"{at}attn_{name}", count, hidden, qkv_bias) for name, count in rows.items())
+            q, k, v = (Matrix(f"{at}attn_{name}", count, hidden, qkv_bias) for name, count in counts.items())
         lengths = {"each": (size, size), "all": (rows["q"], rows["k"]), "": (0, 0)}[head_norms]
         q_norm, k_norm = (
             Vector(f"{at}attn_{name}_norm.weight", length) if length else None
@@ -408,6 +446,7 @@ class Architecture:
             k_norm=k_norm,
             sinks=Vector(f"{at}attn_sinks.weight", heads) if sinks else None,
             temperature=temperature,
+            gated=gated,
         )
 
     def window(self, f: Fields, i: int, *, required: bool = True) -> int:

@@ -17,16 +17,18 @@ Activation = Literal["silu", "gelu", "clamped_silu"]  # of a gated feed-forward 
 
 @dataclass(frozen=True)
 class Vector:
-    """A tensor of one axis. name: with its suffix. factor: what its numbers are multiplied with."""
+    """A tensor of one axis. name: with its suffix. factor: what its numbers are multiplied with. stored: its shape in
+    GGUF, where that has an axis of length 1 beside it."""
 
     name: str
     size: int
     factor: float = 1.0
+    stored: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix [rows, columns]. It is `name`.weight in the file, or `rows` rows of it from `first` on."""
+    """A matrix [rows, columns]. It is `name`.weight in the file, or some of its rows: from `first` on, or `chosen`."""
 
     name: str
     rows: int
@@ -34,6 +36,7 @@ class Matrix:
     bias: Bias = "allowed"
     first: int = 0
     joined: int = 0  # rows of the file's matrix, where that holds other matrices, too; 0: it does not
+    chosen: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,6 +57,17 @@ class Stack:
     @property
     def shape(self) -> tuple[int, int, int]:
         return self.experts, self.rows, self.columns
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A causal convolution over the last `taps` tokens, each channel for itself: `name`.weight [channels, taps]. It
+    is never quantized."""
+
+    name: str
+    channels: int
+    taps: int
+    bias: Bias = "none"
 
 
 # ---- token mixers --------------------------------------------------------------------------------------------------
@@ -85,50 +99,77 @@ class Attention:
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
-    """Linear attention with a state [key size, value size] per value head, updated by the gated delta rule."""
+    """Linear attention with a state S [key size, value size] per value head, updated by the gated delta rule:
+
+    q, k, v = SiLU(convolution(qkv x)), q and k of length 1, q / sqrt(key size)
+    S *= exp(decay softplus(alpha x + step)); S += k (sigmoid(beta x) (v - S^T k))^T; out = S^T q
+
+    and last output(norm(out) * SiLU(z x)).
+    """
 
     key_heads: int
     value_heads: int
     key_size: int
     value_size: int
-    kernel: int  # tokens that the causal convolution over q, k and v sees
+    tiled: bool  # value head i goes with key head i % key_heads; else neighbours share a key head
     qkv: Matrix
-    z: Matrix  # the gate of the output norm
+    z: Matrix
     beta: Matrix
     alpha: Matrix
-    convolution: Matrix
+    convolution: Convolution
     decay: Vector
     step: Vector
-    norm: Vector
+    norm: Vector  # of each value head
     output: Matrix
+
+    @property
+    def state_numbers(self) -> int:
+        """Float32 numbers that a sequence keeps: the states, and the last inputs of the convolution."""
+        return self.value_heads * self.key_size * self.value_size + _tail(self.convolution)
 
 
 @dataclass(frozen=True)
 class ShortConvolution:
     """Two gates around a causal convolution: out(c * conv(b * x)), with b, c and x rows of one product."""
 
-    kernel: int
     projection: Matrix
-    convolution: Matrix
+    convolution: Convolution
     output: Matrix
+
+    @property
+    def state_numbers(self) -> int:
+        return _tail(self.convolution)
 
 
 @dataclass(frozen=True)
 class Mamba2:
-    """A selective state space with a state [head size, state size] per head."""
+    """A selective state space with a state S [state size, head size] per head. Rows of the projection are those of z,
+    of x, b and c, which go through SiLU(convolution), and of the steps, one for each head:
+
+    t = softplus(steps + step); S = exp(decay t) S + b (t x)^T; out = S^T c + skip x
+
+    and last output(norm(out * SiLU(z))). Heads of a group share b and c.
+    """
 
     heads: int
     head_size: int
     state_size: int
     groups: int
-    kernel: int
     projection: Matrix
-    convolution: Matrix
+    convolution: Convolution
     step: Vector
     decay: Vector
     skip: Vector
     norm: Vector
     output: Matrix
+
+    @property
+    def state_numbers(self) -> int:
+        return self.heads * self.state_size * self.head_size + _tail(self.convolution)
+
+
+def _tail(convolution: Convolution) -> int:
+    return (convolution.taps - 1) * convolution.channels
 
 
 Mixer = Attention | GatedDeltaNet | ShortConvolution | Mamba2
@@ -275,9 +316,9 @@ class Model:
         return any(not isinstance(block.feed_forward, Dense) for block in self.blocks)
 
 
-def tensors_in(part: Any) -> Iterator[Vector | Matrix | Stack]:
+def tensors_in(part: Any) -> Iterator[Vector | Matrix | Stack | Convolution]:
     """All tensors of a part of a description, in the order of its fields."""
-    if isinstance(part, (Vector, Matrix, Stack)):
+    if isinstance(part, (Vector, Matrix, Stack, Convolution)):
         yield part
     elif isinstance(part, tuple):
         for each in part:

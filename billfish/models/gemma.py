@@ -17,6 +17,7 @@ from billfish.models.architecture import (
     Field,
 )
 from billfish.models.description import Attention, Block
+from billfish.models.difference import PLUS_ONE, Difference
 from billfish.models.fields import CONFIG_CALL, Fields, number, positive, section
 from billfish.models.rope import Rope
 
@@ -27,11 +28,14 @@ class Gemma(Architecture):
     """Gemma 1: GeGLU, scaled embedding."""
 
     gguf, model_type, transformers = "gemma", "gemma", "GemmaForCausalLM"
-    norm_offset = 1  # folders have w, GGUF files have 1 + w
     unpublished_head = True
     hidden_acts = ("gelu_pytorch_tanh", "gelu")  # the first files say "gelu" and mean its approximation
     head_dim = 256
     activation = "gelu"
+
+    def difference(self, f: Fields, name: str, shape: tuple[int, ...]) -> Difference:
+        is_norm = name.endswith("_norm.weight")  # folders have w, GGUF files have 1 + w
+        return Difference(values=PLUS_ONE) if is_norm else super().difference(f, name, shape)
 
     def embedding_scale(self, hidden: int) -> float:
         return math.sqrt(hidden)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from billfish.models.architecture import EXPERT_SIZE, NORMALIZED, Architecture, expert_modules, expert_settings
+from billfish.models.architecture import (
+    EXPERT_SIZE,
+    NORMALIZED,
+    SHARED_SIZE,
+    Architecture,
+    expert_modules,
+    expert_settings,
+)
 from billfish.models.description import Attention, FeedForward
 from billfish.models.fields import Fields, refuse
-
-SHARED_SIZE = "expert_shared_feed_forward_length"
 
 
 class Qwen2(Architecture):

@@ -74,6 +74,28 @@ def test_mixed_requests_get_what_each_gets_alone(tmp_path, architecture):
         assert answer.ticket.prompt_tokens == len(request.prompt)
 
 
+@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "granitehybrid"])
+def test_recurrent_states_give_the_answers_of_each_alone(tmp_path, name):
+    """Prompts share beginnings, and go on behind checkpoints: every 64 tokens, and where messages end."""
+    write_model_with_experts(tmp_path, name, max_position_embeddings=1024)
+    model, rng = bf.llm.load(tmp_path, device="cpu"), random.Random(1)
+    end, common = min(model.tokenizer.ends), [rng.randrange(4, 64) for _ in range(600)]
+    for at in (100, 270, 530):
+        common[at] = end
+    requests = []
+    for length in (600, 600, 280, 105, 0, 600, 320, 540, 600, 300):
+        own = [rng.randrange(4, 64) for _ in range(rng.choice([20, 60]))]
+        requests.append(Request(common[:length] + own, 6, random_sampling(rng)))
+    with Engine(model, streams=3, activations="exact") as engine:
+        answers = [submit(engine, request) for request in requests]
+        for answer in answers:
+            answer.wait()
+        assert engine.counts().cached_tokens > 500
+        assert_idle(engine)
+    for request, answer in zip(requests, answers, strict=True):
+        assert (answer.text, answer.ids, answer.finished) == alone(model, request, activations="exact")
+
+
 def test_smollm2():
     model = bf.llm.load(device="cpu")
     questions = ["What is the capital of France?", "Name a colour.", "Count to five."]

@@ -176,6 +176,57 @@ MODELS |= {
         },
     ),
 }
+DELTA_NET = {  # value heads come in another order in GGUF
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "num_hidden_layers": 4,
+    "initializer_range": 0.1,  # with larger numbers, transformers' own float32 differs by more from float64
+}
+SHARED = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+SHORT_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "head_dim": 16}
+MAMBA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_head": 16,
+    "mamba_d_state": 32,
+    "shared_intermediate_size": 64,
+    "initializer_range": 0.1,
+}
+MODELS |= {
+    "qwen35": ("qwen35", "qwen3_5_text", DELTA_NET),
+    "qwen35-pattern": (
+        "qwen35",
+        "qwen3_5_text",
+        DELTA_NET
+        | {
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "num_hidden_layers": 3,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 16,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen35moe": ("qwen35moe", "qwen3_5_moe_text", DELTA_NET | EXPERTS | SHARED),
+    "qwen3next": ("qwen3next", "qwen3_next", DELTA_NET | EXPERTS | SHARED),
+    "lfm2": ("lfm2", "lfm2", SHORT_CONVOLUTIONS),
+    "lfm2moe": (
+        "lfm2moe",
+        "lfm2_moe",
+        SHORT_CONVOLUTIONS | EXPERTS | {"moe_intermediate_size": 64, "num_dense_layers": 1},
+    ),
+    "granitehybrid": ("granitehybrid", "granitemoehybrid", MAMBA | {"num_local_experts": 0} | MULTIPLIERS),
+    "granitehybrid-moe": (
+        "granitehybrid",
+        "granitemoehybrid",
+        MAMBA | EXPERTS | MULTIPLIERS | {"position_embedding_type": "rope", "mamba_conv_bias": False},
+    ),
+}
+RECURRENT = ("qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe", "granitehybrid", "granitehybrid-moe")
 TOKENS = [3 + (7 * i * i + 3 * i) % 64 for i in range(48)]
 
 

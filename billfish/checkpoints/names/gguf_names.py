@@ -14,20 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from billfish.checkpoints.checkpoint import Checkpoint
-from billfish.checkpoints.derived import Computed, Renamed, Widened
-from billfish.checkpoints.entry import Description, Entry
+from billfish.checkpoints.derived import Below, Computed, Renamed, Widened
+from billfish.checkpoints.entry import Entry
 from billfish.checkpoints.layouts.gguf import Metadata
 from billfish.checkpoints.names.expert_stacks import by_stacks
 from billfish.checkpoints.safetensors_files import CALL
-from billfish.core.errors import CheckpointError, bad_argument, failure
+from billfish.core.errors import CheckpointError, failure
 from billfish.models import ARCHITECTURES, Architecture, of_config, of_gguf
 from billfish.models import UnknownModel as UnknownModel
 from billfish.models.architecture import EMBEDDING as EMBEDDING
 from billfish.models.architecture import HEAD as HEAD
-from billfish.models.architecture import LAYER, TOP, Field
+from billfish.models.architecture import IMAGES, LAYER, TOP, Field
 from billfish.models.fields import Fields
 from billfish.models.rope import FACTOR_TENSORS
 from billfish.models.rope import ROTARY_FACTORS as ROTARY_FACTORS
@@ -61,8 +60,13 @@ def by_model_names(checkpoint: Checkpoint) -> Checkpoint:
         raise UnknownModel(failure(CALL, problem, f"Supported are {', '.join(ARCHITECTURES)}."))
     entries, origins = dict[str, Entry](), list[str]()
     for name in checkpoint:
-        new = model_name(name, architecture.gguf)
-        if new is not None:
+        new, together = _folder_name(name, architecture, fields), _together(architecture, name)
+        if new is not None and new in entries and len(together) > 1:
+            continue
+        if new is not None and len(together) > 1:
+            entries[new] = _joined([_at(checkpoint, part) for part in together], together, new, architecture, fields)
+            origins.append(name)
+        elif new is not None:
             entries[new] = _translated(checkpoint.entry(name), name, new, architecture, fields, to_gguf=False)
             origins.append(name)
         elif name not in FACTOR_TENSORS:  # which the configuration says
@@ -79,20 +83,23 @@ def by_gguf_names(checkpoint: Checkpoint) -> Checkpoint:
     files are as they are; raises UnknownModel for a model that we cannot translate."""
     if is_gguf(checkpoint):
         return checkpoint
-    architecture = of_config(checkpoint.config, checkpoint.path)
-    config = architecture.completed(checkpoint.config)
-    fields, stacked = fields_of(architecture, config, checkpoint.path), by_stacks(checkpoint)
+    text = text_config(checkpoint.config)
+    architecture = of_config(text, checkpoint.path)
+    config = architecture.completed(text)
+    fields = fields_of(architecture, config, checkpoint.path)
+    stacked = by_stacks(_text_only(checkpoint, architecture.prefixes(config["num_hidden_layers"])))
     entries, origins = dict[str, Entry](), list[str]()
     for name in stacked:
         if name.endswith(INVERSE_FREQUENCIES):
             continue
-        new = gguf_name(name, architecture.gguf)
-        if new is None:
+        known = gguf_name(name, architecture.gguf)
+        if known is None:
             raise UnknownModel(failure(CALL, f"{checkpoint.path} has an unknown tensor {name!r}", ONLY_DECODERS))
-        if new in entries:
-            raise CheckpointError(failure(CALL, f"two tensors would be named {new}, one of them {name}"))
-        entries[new] = _translated(stacked.entry(name), new, new, architecture, fields, to_gguf=True)
-        origins.append(stacked.origins.get(name, name))
+        for new in _together(architecture, _own_name(architecture, known, fields)):
+            if new in entries:
+                raise CheckpointError(failure(CALL, f"two tensors would be named {new}, one of them {name}"))
+            entries[new] = _translated(stacked.entry(name), new, new, architecture, fields, to_gguf=True)
+            origins.append(stacked.origins.get(name, name))
     if architecture.unpublished_head and HEAD in entries and config.get("tie_word_embeddings", True):
         del origins[list(entries).index(HEAD)], entries[HEAD]
     rope_size = fields[f"{architecture.gguf}.rope.dimension_count"]
@@ -194,42 +201,105 @@ def _translated(
 ) -> Entry:
     """A tensor for the other side, where it is called `new`; `gguf` is its name in GGUF."""
     about = entry.description
-    renamed = Renamed(entry, new, row_order(about, heads_of(fields, architecture, gguf), to_gguf))
+    difference = architecture.difference(Fields(fields, architecture.gguf), _within_layer(gguf), about.shape)
+    rows, columns = difference.rows, difference.columns
+    if not to_gguf:
+        rows, columns = (None if order is None else np.argsort(order) for order in (rows, columns))
     if about.format is not None:
-        return renamed
-    if architecture.norm_offset and gguf.endswith("_norm.weight"):
-        return Widened(renamed, architecture.norm_offset if to_gguf else -architecture.norm_offset)
-    if gguf.endswith("ffn_gate_inp_shexp.weight"):  # a matrix of one row, which is a vector in GGUF
-        return Widened(renamed, shape=about.shape[1:] if to_gguf else (1, *about.shape))
-    exact = len(about.shape) == 1 or gguf.endswith((".bias", "ffn_gate_inp.weight"))
-    return Widened(renamed) if exact and to_gguf else renamed
+        return Renamed(entry, new, rows, columns)
+    shape, values = difference.shape(about.shape, to_gguf), difference.values
+    function = None if values is None else values.to_gguf if to_gguf else values.to_folder
+    precise = (".bias", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+    exact = to_gguf and (len(about.shape) == 1 or gguf.endswith(precise))
+    if not exact and function is None and shape == about.shape:
+        return Renamed(entry, new, rows, columns)
+    if to_gguf:  # rows are those of GGUF's shape
+        return Renamed(Widened(entry, function, shape), new, rows, columns)
+    return Widened(Renamed(entry, new, rows, columns), function, shape)
 
 
-def heads_of(fields: Mapping[str, Any], architecture: Architecture, name: str) -> int:
-    """How many heads a matrix has whose rows llama.cpp orders in its own way; 0 for every other one.
-
-    It rotates neighbours where transformers rotates the halves of a head, in some architectures: row (head, half, i) of
-    transformers is its row (head, i, half).
-    """
-    module = name.split(".")[-2]
-    if not architecture.reordered or module not in ("attn_q", "attn_k"):
-        return 0
-    keys = [f"{architecture.gguf}.attention.head_count"]
-    if module == "attn_k":
-        keys = [f"{architecture.gguf}.attention.head_count_kv", *keys]
-    heads = next((fields[key] for key in keys if fields.get(key)), 0)
-    if not isinstance(heads, int) or heads < 1:
-        expected = "one number of heads for all layers"
-        raise CheckpointError(bad_argument(CALL, keys[0], repr(heads), expected))
-    return heads
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that is of the language model, in models that take images, too."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    return {**text, "tie_word_embeddings": tied}
 
 
-def row_order(about: Description, heads: int, to_gguf: bool) -> NDArray[np.int64] | None:
-    """Which rows of a matrix come where on the other side, see `heads_of`."""
-    if not heads:
-        return None
-    n = about.shape[0] if about.shape else 0
-    if n % (2 * heads) or n == 0:
-        raise CheckpointError(failure(CALL, f"{about.name} has {n} rows for {heads} heads, not an even number each"))
-    half = n // heads // 2
-    return np.arange(n).reshape((heads, 2, half) if to_gguf else (heads, half, 2)).swapaxes(1, 2).ravel()
+def is_of_images(name: str) -> bool:
+    """Whether a tensor of a folder is of a part that sees images, which GGUF has a file of its own for."""
+    return name.startswith(IMAGES)
+
+
+def _text_only(checkpoint: Checkpoint, prefixes: Mapping[str, str]) -> Checkpoint:
+    """The tensors of the language model, under the names that they have without other parts."""
+    entries, origins = dict[str, Entry](), list[str]()
+    for name in checkpoint:
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix is None:
+            new = name
+        elif prefixes[prefix]:
+            new = prefixes[prefix] + name.removeprefix(prefix)
+        else:
+            continue
+        entries[new] = checkpoint.entry(name) if new == name else Renamed(checkpoint.entry(name), new)
+        origins.append(checkpoint.origins.get(name, name))
+    if list(entries) == list(checkpoint):
+        return checkpoint
+    view = checkpoint.view(entries, origins)
+    view.config = dict(text_config(checkpoint.config))
+    return view
+
+
+def _folder_name(name: str, architecture: Architecture, fields: Mapping[str, Any]) -> str | None:
+    """The name in transformers of a tensor of GGUF, that of a block for drafts as folders have it."""
+    new, own = model_name(name, architecture.gguf), Fields(fields, architecture.gguf)
+    if new is None or not own.get("nextn_predict_layers"):
+        return new
+    for theirs, ours in architecture.prefixes(architecture.layers(own)).items():
+        if re.match(r"model\.layers\.\d", ours) and new.startswith(ours):
+            return theirs + new.removeprefix(ours)
+    return new
+
+
+def _together(architecture: Architecture, name: str) -> list[str]:
+    """The tensors of GGUF that folders have as one with `name`, in their order there."""
+    layer, module, kind = _parts_of(name)
+    together = next((modules for modules in architecture.joined if module in modules), (module,))
+    return [f"{layer}{each}{kind}" for each in together]
+
+
+def _own_name(architecture: Architecture, name: str, fields: Mapping[str, Any]) -> str:
+    layer, module, kind = _parts_of(name)
+    return f"{layer}{architecture.own_name(Fields(fields, architecture.gguf), module)}{kind}" if layer else name
+
+
+def _parts_of(name: str) -> tuple[str, str, str]:
+    """ "blk.N.", the module, and what the tensor is of it: ".weight", ".bias" or nothing."""
+    within = _within_layer(name)
+    module, dot, kind = within.rpartition(".")
+    return name.removesuffix(within), module or within, f"{dot}{kind}" if dot else ""
+
+
+def _at(checkpoint: Checkpoint, name: str) -> Entry:
+    if name not in checkpoint:
+        raise CheckpointError(failure(CALL, f"{checkpoint.path} has no tensor {name}"))
+    return checkpoint.entry(name)
+
+
+def _joined(
+    entries: list[Entry], names: list[str], new: str, architecture: Architecture, fields: Mapping[str, Any]
+) -> Entry:
+    """Matrices of GGUF as the one that a folder has for them."""
+    own = Fields(fields, architecture.gguf)
+    differences = [
+        architecture.difference(own, _within_layer(name), entry.description.shape)
+        for name, entry in zip(names, entries, strict=True)
+    ]
+    rows = [difference.rows for difference in differences if difference.rows is not None]
+    return Renamed(Below(new, entries), new, np.argsort(np.concatenate(rows)))
+
+
+def _within_layer(name: str) -> str:
+    return re.sub(r"^blk\.\d+\.", "", name)

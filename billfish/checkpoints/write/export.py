@@ -40,6 +40,7 @@ from billfish.checkpoints.names.gguf_names import (
     by_model_names,
     is_gguf,
     is_gguf_name,
+    is_of_images,
     model_config,
 )
 from billfish.checkpoints.reports import ConversionReport, Done, Remark, Written
@@ -132,9 +133,12 @@ def check_export(call: str, checkpoint: Checkpoint, path: Path, settings: Settin
 def _planned(call: str, checkpoint: Checkpoint, settings: Settings) -> tuple[Checkpoint, Plan]:
     """The checkpoint under the target's names, and what becomes of its tensors."""
     if isinstance(settings.target, GgufTarget):
-        checkpoint = _named_for_gguf(call, checkpoint, settings)
-    else:
-        checkpoint = ARRANGED[settings.target.expert_names](_for_folders(checkpoint))
+        named = _named_for_gguf(call, checkpoint, settings)
+        left = [name for name in checkpoint if is_of_images(name) and name not in named]
+        planned = plan(named, settings)
+        planned.notes += [Remark(name, "left out: of images, for which llama.cpp has another file") for name in left]
+        return named, planned
+    checkpoint = ARRANGED[settings.target.expert_names](_for_folders(checkpoint))
     return checkpoint, plan(checkpoint, settings)
 
 

@@ -10,16 +10,12 @@ from typing import Any, NamedTuple, Protocol
 
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.mixes import Mix
+from billfish.checkpoints.names.gguf_names import text_config
 from billfish.checkpoints.write.target import is_sensitive
 from billfish.core.errors import CheckpointError, failure
 from billfish.core.format import Format
 from billfish.models import MODEL_TYPES
 
-# What is usually left as it is: embeddings, the last layer, norms, and the small matrices that choose experts.
-SENSITIVE = re.compile(
-    r"(^|\.)(lm_head|output|\w*embe?d\w*|wte|wpe|token_types|\w*norm\w*"
-    r"|router|router\.layer|gate|shared_expert_gate|ffn_gate_inp|ffn_gate_inp_shexp)(\.weight)?$"
-)
 # Tensors of three axes that are quantized: the experts of a model. Others may be convolutions.
 EXPERTS = re.compile(r"(^|\.)(experts|switch_mlp|block_sparse_moe)\.|_exps\.")
 
@@ -84,8 +80,8 @@ class Quantization:
     def check_statistics(self, checkpoint: Checkpoint) -> None:
         """Raises if there are statistics of another model."""
         if self.statistics is not None:
-            kind = checkpoint.config.get("model_type")
-            architecture = checkpoint.metadata.get("general.architecture") or MODEL_TYPES.get(str(kind), "")
+            kind = text_config(checkpoint.config).get("model_type")  # a folder's, also where it is seen as a GGUF file
+            architecture = MODEL_TYPES.get(str(kind)) or checkpoint.metadata.get("general.architecture", "")
             self.statistics.check_model("quantize", str(architecture), checkpoint)
 
     def settings(self, name: str, shape: tuple[int, ...], expert: int | None = None) -> tuple[str, dict[str, Any]]:

@@ -26,6 +26,11 @@ class Cuts:
     chunk: int
     smallest: int
 
+    @property
+    def step(self) -> int:
+        """Parts begin at multiples of it: where parts are chunks, those of a prompt alone."""
+        return self.chunk if self.smallest == self.chunk else 1
+
     def body(self, prompt: int) -> int:
         """The tokens of a prompt without the few behind the last whole chunk, which are fed apart from them."""
         tail = prompt % self.chunk
@@ -124,7 +129,10 @@ class Slots:
 
         def length(slot: Slot) -> int:
             tokens = slot.cache.tokens[: slot.read] if self._exact else slot.cache.tokens
-            return slot.cache.restorable(self._cuts.reusable(shared_length(tokens, prompt), len(prompt)))
+            kept = slot.cache.restorable(self._cuts.reusable(shared_length(tokens, prompt), len(prompt)))
+            while kept % self._cuts.step:  # the end of a message within a chunk
+                kept = slot.cache.restorable(kept // self._cuts.step * self._cuts.step)
+            return kept
 
         best = max(self._slots, key=lambda slot: (length(slot), not slot.taken))
         return best, length(best)

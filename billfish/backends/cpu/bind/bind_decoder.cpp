@@ -71,7 +71,7 @@ class PythonDecoder {
       input = PerLayerInput{matrix(p, "gate"), matrix(p, "projection"), vector(p, "post_norm"), Gate(p.get<int>("activation"))};
     }
     const float* output_scale = vector(b, "output_scale");
-    decoder_.add_block({attention(b.part("mixer")), feed_forward(b.part("feed_forward")), vector(b, "mixer_norm"), vector(b, "feed_forward_norm"),
+    decoder_.add_block({mixer(b.part("mixer")), feed_forward(b.part("feed_forward")), vector(b, "mixer_norm"), vector(b, "feed_forward_norm"),
                         vector(b, "mixer_post_norm"), vector(b, "feed_forward_post_norm"), b.get<float>("residual_scale"), input,
                         output_scale ? *output_scale : 1.0f});
   }
@@ -175,7 +175,26 @@ class PythonDecoder {
     const auto [growth, length] = a.has("temperature") ? a.get<std::tuple<float, int64_t>>("temperature") : std::tuple<float, int64_t>(0.0f, 1);
     return {heads, kv_heads, size, matrix(a, "q"), matrix(a, "output"), k, v, a.has("shares") ? a.get<int64_t>("shares") : decoder_.layers(),
             a.get<float>("scale"), a.get<float>("cap"), a.get<int64_t>("window"), a.has("rope") ? a.get<int>("rope") : -1,
-            vector(a, "q_norm"), vector(a, "k_norm"), joint, v_norm, vector(a, "sinks"), growth, length};
+            vector(a, "q_norm"), vector(a, "k_norm"), joint, v_norm, vector(a, "sinks"), a.get<bool>("gated"), growth, length};
+  }
+
+  Mixer mixer(const Named& part) {
+    const std::string kind = part.get<std::string>("kind");
+    if (kind == "Attention") return attention(part);
+    if (kind == "GatedDeltaNet")
+      return GatedDeltaNet{part.get<int64_t>("key_heads"), part.get<int64_t>("value_heads"), part.get<int64_t>("key_size"), part.get<int64_t>("value_size"),
+                           part.get<bool>("tiled"), matrix(part, "qkv"), matrix(part, "z"), matrix(part, "beta"), matrix(part, "alpha"), matrix(part, "output"),
+                           convolution(part), vector(part, "decay"), vector(part, "step"), vector(part, "norm")};
+    if (kind == "ShortConvolution") return ShortConvolution{matrix(part, "projection"), matrix(part, "output"), convolution(part)};
+    return Mamba2{part.get<int64_t>("heads"), part.get<int64_t>("head_size"), part.get<int64_t>("state_size"), part.get<int64_t>("groups"),
+                  matrix(part, "projection"), matrix(part, "output"), convolution(part), vector(part, "decay"), vector(part, "step"), vector(part, "skip"),
+                  vector(part, "norm")};
+  }
+
+  // Weights [taps, channels], and the bias if there is one.
+  Convolution convolution(const Named& part) {
+    const auto [weight, bias] = part.get<std::tuple<Numbers, std::optional<Numbers>>>("convolution");
+    return {keep(weight), keep(bias), int64_t(weight.shape(0)), int64_t(weight.shape(1))};
   }
 
   FeedForward feed_forward(const Named& part) {
@@ -256,16 +275,17 @@ namespace billfish {
 
 void bind_decoder(nb::module_& module) {
   nb::class_<SequenceState>(module, "SequenceState")
-      .def("__init__", [](SequenceState* self, const std::vector<std::tuple<int64_t, int64_t, int64_t>>& shapes, bool half, int64_t capacity) {
+      .def("__init__", [](SequenceState* self, const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>& shapes, bool half, int64_t capacity) {
         std::vector<StateShape> layers;
-        for (const auto& [kv_heads, head_size, window] : shapes) layers.push_back({kv_heads, head_size, window});
+        for (const auto& [kv_heads, head_size, window, numbers] : shapes) layers.push_back({kv_heads, head_size, window, numbers});
         new (self) SequenceState(layers, half, capacity);
       }, nb::arg("shapes"), nb::arg("half"), nb::arg("capacity"))
-      .def("reserve", &SequenceState::reserve, nb::arg("start"), nb::arg("count"), nb::arg("capacity"))
+      .def("reserve", &SequenceState::reserve, nb::arg("start"), nb::arg("count"), nb::arg("capacity"), nb::arg("message_ends"))
       .def("copy", &SequenceState::copy, nb::arg("other"), nb::arg("length"))
       .def("restorable", &SequenceState::restorable)
       .def_prop_ro("capacity", &SequenceState::capacity)
       .def_prop_ro("nbytes", &SequenceState::bytes)
+      .def_prop_ro("checkpoints", [](const SequenceState& self) { return self.checkpoints(); })
       .def("keys", [](nb::handle self, int64_t layer) { return numbers_of(self, layer, true); })
       .def("values", [](nb::handle self, int64_t layer) { return numbers_of(self, layer, false); });
   nb::class_<PythonDecoder>(module, "Decoder")

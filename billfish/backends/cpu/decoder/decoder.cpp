@@ -15,6 +15,7 @@ namespace {
 struct Place {
   const SequenceState* state;
   int64_t position;
+  int64_t offset;  // rows of the same passage before it
 };
 
 // What attends together: rows of one passage, or for a single row up to four heads that share their keys and values.
@@ -107,6 +108,9 @@ Angles angles_of(const Rope& rope, const std::vector<Place>& places) {
 }
 
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
+float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
+float decay(float rate, float step) { return std::exp(rate * step); }
+constexpr float LENGTH_EPSILON = 1e-6f;  // of normalized q and k in a delta net
 
 // Memory that layers take in turn. It grows to what the largest needs, and what is in it is anybody's.
 class Scratch {
@@ -133,8 +137,7 @@ class Pass {
 
   // layer_inputs [rows, `stride` apart]: what PerLayerInput multiplies.
   void run(const Block& block, int64_t number, const float* layer_inputs, int64_t stride) {
-    const Attention* attention = std::get_if<Attention>(&block.mixer);
-    attend(*attention, block.mixer_norm, number);
+    std::visit([&](const auto& mixer) { mix(mixer, block.mixer_norm, number); }, block.mixer);
     after_ = block.mixer_post_norm, scale_ = block.residual_scale;
     if (const Dense* dense = std::get_if<Dense>(&block.feed_forward)) feed_forward(*dense, block.feed_forward_norm, number);
     else if (const Mixture* mixture = std::get_if<Mixture>(&block.feed_forward)) this->mixture(*mixture, block.feed_forward_norm, number);
@@ -156,7 +159,7 @@ class Pass {
   static std::vector<Place> places_of(const std::vector<Passage>& passages) {
     std::vector<Place> places;
     for (const Passage& passage : passages)
-      for (int64_t i = 0; i < passage.count; i++) places.push_back({passage.state, passage.start + i});
+      for (int64_t i = 0; i < passage.count; i++) places.push_back({passage.state, passage.start + i, i});
     return places;
   }
 
@@ -198,13 +201,14 @@ class Pass {
 
   // ---- attention -----------------------------------------------------------------------------------------------------
 
-  void attend(const Attention& a, const float* norm, int64_t number) {
-    const int64_t q_size = a.heads * a.head_size, kv_size = a.kv_heads * a.head_size;
+  void mix(const Attention& a, const float* norm, int64_t number) {
+    const int64_t q_size = a.heads * a.head_size, kv_size = a.kv_heads * a.head_size, head = a.head_size;
+    float* gated = a.gated ? gate_.take(m_ * 2 * q_size) : nullptr;  // [rows, heads, q and then the gate]
     float *q = q_.take(m_ * q_size), *k = k_.take(m_ * kv_size), *v = v_.take(m_ * kv_size), *out = out_.take(m_ * q_size);
     std::vector<const Weights*> next;
     std::vector<LinearInto> products;
     next.reserve(3), products.reserve(3);
-    next.push_back(&a.q.weights), products.push_back({a.q.weights, a.q.bias, q});
+    next.push_back(&a.q.weights), products.push_back({a.q.weights, a.q.bias, gated ? gated : q});
     if (a.k) next.push_back(&a.k->weights), products.push_back({a.k->weights, a.k->bias, k});
     if (a.v) next.push_back(&a.v->weights), products.push_back({a.v->weights, a.v->bias, v});
     add_and_normalize(norm, next);
@@ -213,7 +217,10 @@ class Pass {
     hidden_.multiply(products);
     watch_.lap(QKV);
     parallel_for(m_, [&](int64_t first, int64_t last) {
-      for (int64_t row = first; row < last; row++) rotate_and_store(a, row, q + row * q_size, k + row * kv_size, v + row * kv_size);
+      for (int64_t row = first; row < last; row++) {
+        for (int64_t h = row * a.heads; gated && h < (row + 1) * a.heads; h++) std::copy_n(gated + 2 * h * head, head, q + h * head);
+        rotate_and_store(a, row, q + row * q_size, k + row * kv_size, v + row * kv_size);
+      }
     });
     watch_.lap(ROTATE);
     const AttentionPlan& plan = plan_for(a);
@@ -223,6 +230,9 @@ class Pass {
     }, 1);
     parallel_for(int64_t(plan.sliced.size()), [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i++) gather(a, plan.sliced[size_t(i)]);
+    });
+    if (gated) parallel_for(m_ * a.heads, [&](int64_t first, int64_t last) {
+      for (int64_t h = first; h < last; h++) kernels_.multiply_sigmoid(out + h * head, gated + (2 * h + 1) * head, head);
     });
     tell(number, INPUT_OUTPUT, out, q_size);
     attended_.begin_for(level_, m_, q_size, digits_);
@@ -289,6 +299,175 @@ class Pass {
     for (int64_t head = 0; head < a.heads; head++)
       kernels_.gather(slice_of(a, sliced, 0, head), sliced.slices, a.heads * (SEEN_HEAD + a.head_size), a.sinks ? a.sinks[head] : -INFINITY, a.head_size,
                       out_.data() + (sliced.row * a.heads + head) * a.head_size);
+  }
+
+  // ---- recurrent mixers ----------------------------------------------------------------------------------------------
+
+  // The products that a mixer begins with.
+  void project(const float* norm, int64_t number, const std::vector<LinearInto>& products) {
+    std::vector<const Weights*> next;
+    for (const LinearInto& product : products) next.push_back(&product.weights);
+    add_and_normalize(norm, next);
+    tell(number, INPUT_QKV, seen_.data(), s_.hidden);
+    watch_.lap(NORM);
+    hidden_.multiply(products);
+    watch_.lap(QKV);
+  }
+
+  // out [rows, channels]: the convolution of in [rows, `stride` apart] and of what a sequence has kept of earlier rows, `kept` numbers into its state.
+  // Then each sequence keeps its last rows.
+  void convolve(const Convolution& c, const float* in, int64_t stride, int64_t kept, int64_t number, bool activate, float* out) {
+    const int64_t before = c.taps - 1;
+    // Row `offset` of a passage whose first one is `first`; those before it are in `tail`.
+    const auto input = [&](const float* first, const float* tail, int64_t offset) {
+      return offset < 0 ? tail + (before + offset) * c.channels : first + offset * stride;
+    };
+    parallel_for(m_, [&](int64_t from, int64_t to) {
+      std::vector<const float*> inputs(size_t(c.taps));
+      for (int64_t row = from; row < to; row++) {
+        const Place& place = places_[size_t(row)];
+        const float* first = in + (row - place.offset) * stride;
+        for (int64_t tap = 0; tap < c.taps; tap++) inputs[size_t(tap)] = input(first, place.state->recurrent(number) + kept, place.offset - before + tap);
+        kernels_.convolve(inputs.data(), c.taps, c.weight, c.bias, c.channels, activate, out + row * c.channels);
+      }
+    });
+    std::vector<float> tail(size_t(before * c.channels));
+    const float* first = in;
+    for (const Passage& passage : passages_) {
+      float* own = passage.state->recurrent(number) + kept;
+      const auto keep = [&](int64_t rows, float* to) {
+        for (int64_t i = 0; i < before; i++) std::copy_n(input(first, own, rows - before + i), c.channels, tail.data() + i * c.channels);
+        std::copy(tail.begin(), tail.end(), to);
+      };
+      for (const auto& [rows, place] : passage.state->checkpoints(number, passage.start, passage.count)) keep(rows, place + kept);
+      keep(passage.count, own);
+      first += passage.count * stride;
+    }
+  }
+
+  // scan(block, head, column block, first row, tokens) for every column block of the state of every head, on several threads. rows x 16 numbers are
+  // a block, and `blocks` a head.
+  template <class Scan> void scan_states(int64_t heads, int64_t blocks, int64_t rows, int64_t number, Scan scan) {
+    std::vector<int64_t> firsts;
+    int64_t row = 0;
+    for (const Passage& passage : passages_) firsts.push_back(row), row += passage.count;
+    parallel_for(int64_t(passages_.size()) * heads * blocks, [&](int64_t from, int64_t to) {
+      for (int64_t unit = from; unit < to; unit++) {
+        const Passage& passage = passages_[size_t(unit / (heads * blocks))];
+        const int64_t first = firsts[size_t(unit / (heads * blocks))], within = unit % (heads * blocks), at = within * rows * 16;
+        float* block = passage.state->recurrent(number) + at;
+        int64_t done = 0;
+        for (const auto& [count, place] : passage.state->checkpoints(number, passage.start, passage.count)) {
+          scan(block, within / blocks, within % blocks, first + done, count - done);
+          std::copy_n(block, rows * 16, place + at), done = count;
+        }
+        if (done < passage.count) scan(block, within / blocks, within % blocks, first + done, passage.count - done);
+      }
+    }, 1);
+  }
+
+  // While a layer's states change, nobody can go on behind them.
+  void begin_states(int64_t number) {
+    for (const Passage& passage : passages_) passage.state->set_position(number, SequenceState::CHANGING);
+  }
+  void end_states(int64_t number) {
+    for (const Passage& passage : passages_) passage.state->set_position(number, passage.start + passage.count);
+  }
+
+  // make(row, to) writes a row of what the mixer's last product multiplies.
+  template <class Make> void put_out(const Matrix& output, int64_t width, int64_t number, Make make) {
+    attended_.begin_for(level_, m_, width, digits_);
+    if (observe_) seen_.take(m_ * width);
+    attended_.fill({&output.weights}, [&](int64_t row, float* to) {
+      make(row, to);
+      note(row, to, width);
+    });
+    tell(number, INPUT_OUTPUT, seen_.data(), width);
+    watch_.lap(RECURRENCE);
+    attended_.multiply({{output.weights, output.bias, added_.data()}});
+    watch_.lap(OUTPUT);
+  }
+
+  void mix(const GatedDeltaNet& d, const float* norm, int64_t number) {
+    const int64_t channels = d.convolution.channels, heads = d.value_heads, width = heads * d.value_size, keys = d.key_heads * d.key_size;
+    float *qkv = q_.take(m_ * channels), *z = gate_.take(m_ * width), *beta = k_.take(m_ * heads), *alpha = v_.take(m_ * heads);
+    project(norm, number, {{d.qkv.weights, d.qkv.bias, qkv}, {d.z.weights, d.z.bias, z}, {d.beta.weights, d.beta.bias, beta}, {d.alpha.weights, d.alpha.bias, alpha}});
+    begin_states(number);
+    float* mixed = up_.take(m_ * channels);  // q, k, v
+    convolve(d.convolution, qkv, channels, d.state_numbers(), number, true, mixed);
+    float *kq = more_.take(m_ * 2 * keys), *overlap = logits_.take(m_ * d.key_heads), *out = out_.take(m_ * width);
+    parallel_for(m_, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; row++) {
+        for (int64_t h = 0; h < d.key_heads; h++) {
+          float *k = kq + (row * d.key_heads + h) * 2 * d.key_size, *q = k + d.key_size;
+          std::copy_n(mixed + row * channels + h * d.key_size, d.key_size, q);
+          std::copy_n(mixed + row * channels + keys + h * d.key_size, d.key_size, k);
+          kernels_.normalize_length(q, LENGTH_EPSILON, 1 / std::sqrt(float(d.key_size)), d.key_size);
+          kernels_.normalize_length(k, LENGTH_EPSILON, 1, d.key_size);
+          overlap[row * d.key_heads + h] = kernels_.dot(k, q, d.key_size);
+        }
+        for (int64_t i = row * heads, h = 0; h < heads; h++, i++)
+          alpha[i] = decay(d.decay[h], softplus(alpha[i] + d.step[h])), beta[i] = float(sigmoid(beta[i]));
+      }
+    });
+    scan_states(heads, d.value_size / 16, d.key_size, number, [&](float* block, int64_t head, int64_t column, int64_t row, int64_t tokens) {
+      const int64_t key = d.key_head(head), at = head * d.value_size + column * 16;
+      kernels_.delta_rule({tokens, d.key_size, kq + (row * d.key_heads + key) * 2 * d.key_size, 2 * keys, overlap + row * d.key_heads + key, d.key_heads,
+                           alpha + row * heads + head, beta + row * heads + head, heads, mixed + row * channels + 2 * keys + at, channels, out + row * width + at, width},
+                          block);
+    });
+    end_states(number);
+    put_out(d.output, width, number, [&](int64_t row, float* to) {
+      float* made = out + row * width;
+      for (int64_t h = 0; h < heads; h++) kernels_.normalize(made + h * d.value_size, d.norm, s_.epsilon, d.value_size, made + h * d.value_size);
+      level_.open_gate(z + row * width, made, Gate::silu, width, to);
+    });
+  }
+
+  void mix(const ShortConvolution& s, const float* norm, int64_t number) {
+    const int64_t size = s.convolution.channels;
+    float *bcx = q_.take(m_ * 3 * size), *bx = k_.take(m_ * size), *out = out_.take(m_ * size);
+    project(norm, number, {{s.projection.weights, s.projection.bias, bcx}});
+    begin_states(number);
+    parallel_for(m_, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; row++) {
+        std::copy_n(bcx + row * 3 * size, size, bx + row * size);
+        kernels_.multiply(bx + row * size, bcx + (row * 3 + 2) * size, size);
+      }
+    });
+    convolve(s.convolution, bx, size, 0, number, false, out);
+    end_states(number);
+    put_out(s.output, size, number, [&](int64_t row, float* to) {
+      std::copy_n(out + row * size, size, to);
+      kernels_.multiply(to, bcx + (row * 3 + 1) * size, size);
+    });
+  }
+
+  void mix(const Mamba2& m, const float* norm, int64_t number) {
+    // The projection's rows are z, then x, b and c, which the convolution takes together, then the steps.
+    const int64_t size = m.size(), channels = m.convolution.channels, all = size + channels + m.heads, bs = m.groups * m.state_size;
+    float *zxs = q_.take(m_ * all), *mixed = up_.take(m_ * channels), *step = k_.take(m_ * m.heads), *kept = v_.take(m_ * m.heads), *out = out_.take(m_ * size);
+    project(norm, number, {{m.projection.weights, m.projection.bias, zxs}});
+    begin_states(number);
+    convolve(m.convolution, zxs + size, all, m.state_numbers(), number, true, mixed);
+    for (int64_t row = 0; row < m_; row++)
+      for (int64_t i = row * m.heads, h = 0; h < m.heads; h++, i++) {
+        step[i] = softplus(zxs[row * all + size + channels + h] + m.step[h]);
+        kept[i] = decay(m.decay[h], step[i]);
+      }
+    scan_states(m.heads, m.head_size / 16, m.state_size, number, [&](float* block, int64_t head, int64_t column, int64_t row, int64_t tokens) {
+      const float* b = mixed + row * channels + size + head / (m.heads / m.groups) * m.state_size;
+      const int64_t at = head * m.head_size + column * 16;
+      kernels_.mamba_scan({tokens, m.state_size, b, b + bs, channels, kept + row * m.heads + head, step + row * m.heads + head, m.heads,
+                           mixed + row * channels + at, channels, m.skip[head], out + row * size + at, size},
+                          block);
+    });
+    end_states(number);
+    put_out(m.output, size, number, [&](int64_t row, float* to) {
+      level_.open_gate(zxs + row * all, out + row * size, Gate::silu, size, to);
+      const int64_t group = size / m.groups;
+      for (int64_t at = 0; at < size; at += group) kernels_.normalize(to + at, m.norm + at, s_.epsilon, group, to + at);
+    });
   }
 
   // ---- feed-forward --------------------------------------------------------------------------------------------------

@@ -45,11 +45,48 @@ struct Attention {
   bool joint_norms;              // they are of all heads together, not of each
   const float* v_norm;           // of each head, or null
   const float* sinks;            // for each head the score of a key whose value is zero; or null
+  bool gated;                    // behind the rows of each head, q has those of a gate, whose sigmoid the head's output is multiplied with
   float growth;                  // scores at position p are multiplied by 1 + growth ln(1 + floor(p / growth_length))
   int64_t growth_length;
 };
 
-using Mixer = std::variant<Attention>;
+// Over the last `taps` tokens, each channel for itself.
+struct Convolution {
+  const float* weight;  // [taps, channels], the oldest token first
+  const float* bias;    // [channels], or null
+  int64_t taps, channels;
+};
+
+// Of recurrent mixers, a sequence keeps the states [heads, columns / 16, rows, 16], then the last taps - 1 inputs of the convolution.
+struct GatedDeltaNet {
+  int64_t key_heads, value_heads, key_size, value_size;
+  bool tiled;  // value head i goes with key head i % key_heads, not with i / (value_heads / key_heads)
+  Matrix qkv, z, beta, alpha, output;
+  Convolution convolution;
+  const float *decay, *step;  // [value_heads]: the state is multiplied with e^(decay softplus(alpha + step))
+  const float* norm;          // [value_size]
+
+  int64_t key_head(int64_t value_head) const { return tiled ? value_head % key_heads : value_head / (value_heads / key_heads); }
+  int64_t state_numbers() const { return value_heads * key_size * value_size; }
+};
+
+struct ShortConvolution {
+  Matrix projection, output;
+  Convolution convolution;
+};
+
+struct Mamba2 {
+  int64_t heads, head_size, state_size, groups;
+  Matrix projection, output;
+  Convolution convolution;
+  const float *decay, *step, *skip;  // [heads]
+  const float* norm;                 // [heads * head_size], of each group
+
+  int64_t size() const { return heads * head_size; }
+  int64_t state_numbers() const { return size() * state_size; }
+};
+
+using Mixer = std::variant<Attention, GatedDeltaNet, ShortConvolution, Mamba2>;
 
 // ---- feed-forward parts ------------------------------------------------------------------------------------------------------------------------
 
@@ -124,11 +161,11 @@ struct DecoderShape {
 };
 
 // Where the time of run() and finish() goes. Quantizing x counts as part of what makes it: norm, attention, gate.
-enum Part : int { NORM, QKV, ROTATE, ATTENTION, OUTPUT, GATE_UP, GATE, DOWN, ROUTER, EXPERTS, HEAD, PARTS };
+enum Part : int { NORM, QKV, ROTATE, ATTENTION, OUTPUT, GATE_UP, GATE, DOWN, ROUTER, EXPERTS, RECURRENCE, HEAD, PARTS };
 constexpr const char* PART_NAMES[PARTS] = {"norms", "q, k, v", "rotation and cache", "attention", "attention output",
-                                           "gate and up", "gate", "down", "router", "experts", "head"};
+                                           "gate and up", "gate", "down", "router", "experts", "recurrence", "head"};
 
-// What the products of a layer multiply: of q, k and v; of the mixer's output; of gate and up, and of a router without a norm of its own; of down; of
+// What the products of a layer multiply: of q, k and v, or of whatever a mixer begins with; of the mixer's output; of gate and up, and of a router without a norm of its own; of down; of
 // an expert's gate and up; of an expert's down; of a router with a norm of its own; of the two matrices of PerLayerInput.
 enum LayerInput : int { INPUT_QKV, INPUT_OUTPUT, INPUT_GATE_UP, INPUT_DOWN, INPUT_EXPERT, INPUT_EXPERT_DOWN, INPUT_ROUTER, INPUT_LAYER_GATE, INPUT_LAYER_PROJECTION };
 constexpr int64_t NO_EXPERT = -1;

@@ -35,6 +35,34 @@ struct Sight {
   const float* sinks;  // of each row, `1 - more` apart; or null
 };
 
+// Tokens of a sequence that one column block of a state goes through; see decoder/recurrent.h. Strides are from token to token.
+struct DeltaRule {
+  int64_t tokens, rows;  // rows: of the state, the size of a key
+  const float* kq;       // k [rows], then q [rows]
+  int64_t kq_stride;
+  const float* overlap;  // the product of k and q
+  int64_t overlap_stride;
+  const float *decay, *beta;
+  int64_t gate_stride;
+  const float* v;  // [16], as out
+  int64_t v_stride;
+  float* out;
+  int64_t out_stride;
+};
+
+struct MambaScan {
+  int64_t tokens, rows;  // rows: of the state, the size of b and c
+  const float *b, *c;
+  int64_t b_stride;  // of both
+  const float *decay, *step;
+  int64_t gate_stride;
+  const float* x;  // [16], as out
+  int64_t x_stride;
+  float skip;
+  float* out;
+  int64_t out_stride;
+};
+
 // The parts that are not products, for one ISA level; see decoder/kernels.h.
 struct DecoderKernels {
   void (*normalize)(const float* x, const float* weight, float epsilon, int64_t count, float* out);
@@ -50,6 +78,14 @@ struct DecoderKernels {
   void (*soften)(float* x, int64_t count, float cap);
   // Sums of outer products, for 16 columns; see decoder/outer.h.
   void (*add_outer)(const float* x, const float* columns, int64_t rows, int64_t k, int64_t sixteen, float* sums);
+  // Mixers with a recurrent state; see decoder/recurrent.h.
+  void (*convolve)(const float* const* inputs, int64_t taps, const float* weight, const float* bias, int64_t channels, bool activate, float* out);
+  void (*normalize_length)(float* x, float epsilon, float factor, int64_t count);
+  float (*dot)(const float* a, const float* b, int64_t count);
+  void (*multiply)(float* x, const float* other, int64_t count);
+  void (*multiply_sigmoid)(float* x, const float* gate, int64_t count);
+  void (*delta_rule)(const DeltaRule& rule, float* block);
+  void (*mamba_scan)(const MambaScan& scan, float* block);
 };
 
 }  // namespace billfish

@@ -1,12 +1,15 @@
 // What a sequence keeps between passes, layer by layer. Attention layers keep keys and values: of all positions, or in a ring of those that a window
-// still sees. Mixers with a recurrent state will keep it here, too.
+// still sees. Recurrent layers keep a state of fixed size: that of the last position, and of checkpoints, as it cannot be cut back.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
 #if defined(__linux__)
@@ -20,10 +23,16 @@ namespace billfish {
 // Rows of a pass that a ring always has room for beside its window.
 constexpr int64_t RING_ROWS = 256;
 
-// What a layer keeps. A layer without keys of its own has no heads.
+// A checkpoint is made after each of so many positions, and where a message ends; of those that would take more memory than this, few are kept.
+constexpr int64_t CHECKPOINT_EVERY = 64;
+constexpr size_t CHECKPOINT_BYTES = size_t(1) << 28;
+constexpr size_t LEAST_CHECKPOINTS = 4;
+
+// What a layer keeps. A layer without keys of its own has no heads, and one without a recurrent state no numbers.
 struct StateShape {
   int64_t kv_heads, head_size;
-  int64_t window;  // positions that a row sees, its own the last; 0: all
+  int64_t window;   // positions that a row sees, its own the last; 0: all
+  int64_t numbers;  // of a recurrent state: of all heads, then the last inputs of its convolution
 };
 
 // Keys and values of one layer, in memory of its SequenceState.
@@ -78,39 +87,125 @@ class KeysAndValues {
   char *keys_ = nullptr, *values_ = nullptr;
 };
 
-// One sequence. Layers are those of the decoder. All lie in one piece of memory: large ones are made of huge pages.
+// The recurrent states of all layers behind some position, one after the other.
+struct Checkpoint {
+  Checkpoint(int64_t at, bool end, int64_t count) : position(at), message_end(end), numbers(size_t(count)) {}
+  int64_t position;
+  bool message_end;
+  std::vector<float> numbers;
+};
+
+// One sequence. Layers are those of the decoder. Keys and values of all lie in one piece of memory: large ones are made of huge pages.
 class SequenceState {
  public:
   SequenceState(const std::vector<StateShape>& shapes, bool half, int64_t capacity) : half_(half) {
-    for (const StateShape& shape : shapes) layers_.emplace_back(shape, half);
-    reserve(0, 0, capacity);
+    for (const StateShape& shape : shapes) {
+      layers_.emplace_back(shape, half);
+      offsets_.push_back(int64_t(numbers_.size()));
+      numbers_.resize(numbers_.size() + size_t(shape.numbers));
+      positions_.push_back(0);
+    }
+    reserve(0, 0, capacity, {});
   }
   SequenceState(const SequenceState&) = delete;
   SequenceState& operator=(const SequenceState&) = delete;
 
   bool half() const { return half_; }
   int64_t capacity() const { return capacity_; }
-  size_t bytes() const { return bytes_; }
+  size_t bytes() const { return bytes_ + numbers_.size() * sizeof(float); }  // without checkpoints
+  size_t checkpoints() const { return checkpoints_.size(); }
   const KeysAndValues& layer(int64_t number) const { return layers_[size_t(number)]; }
 
-  // Room for rows [start, start + count), which come in one pass behind those that are there, and for `capacity` positions in all. What is raised
-  // leaves all as it was.
-  void reserve(int64_t start, int64_t count, int64_t capacity) {
+  // Room for rows [start, start + count), which come in one pass behind those that are there, and for `capacity` positions in all. Recurrent states
+  // become those behind `start` positions, and checkpoints are prepared for the rows; message_ends are positions that another message follows. What
+  // is raised leaves all positions before `start` as they were.
+  void reserve(int64_t start, int64_t count, int64_t capacity, const std::vector<int64_t>& message_ends) {
     hold(*this, start, count, std::max(capacity, start + count));
     for (KeysAndValues& layer : layers_) layer.expect(start, count);
+    if (numbers_.empty()) return;
+    if (!is_at(start)) restore(*this, start);
+    forget_behind(start);
+    for (int64_t position = start + 1; position <= start + count; position++) {
+      const bool end = std::find(message_ends.begin(), message_ends.end(), position) != message_ends.end();
+      if (end || position % CHECKPOINT_EVERY == 0) add_checkpoint(position, end);
+    }
   }
 
-  // The first `length` positions of another sequence.
-  void copy(const SequenceState& other, int64_t length) { hold(other, length, 0, length); }
+  // The first `length` positions of another sequence, where they are restorable.
+  void copy(const SequenceState& other, int64_t length) {
+    hold(other, length, 0, length);
+    if (numbers_.empty()) return;
+    checkpoints_ = other.checkpoints_;
+    if (other.is_at(length)) numbers_ = other.numbers_, positions_.assign(positions_.size(), length);
+    else restore(other, length);
+    forget_behind(length);
+  }
 
-  // The longest beginning of the sequence, up to `length` positions, that it can go on behind: all of it, or nothing.
+  // The longest beginning of the sequence, up to `length` positions, that it can go on behind.
   int64_t restorable(int64_t length) const {
-    for (const KeysAndValues& layer : layers_)
-      if (!layer.holds(length)) return 0;
-    return length;
+    const auto holds = [&](int64_t position) {
+      return std::all_of(layers_.begin(), layers_.end(), [&](const KeysAndValues& layer) { return layer.holds(position); });
+    };
+    if (numbers_.empty() || is_at(length)) return holds(length) ? length : 0;
+    for (auto each = checkpoints_.rbegin(); each != checkpoints_.rend(); ++each)
+      if ((*each)->position <= length && holds((*each)->position)) return (*each)->position;
+    return 0;
   }
+
+  // ---- for a pass: the recurrent state of a layer ------------------------------------------------------------------------
+
+  float* recurrent(int64_t layer) const { return const_cast<float*>(numbers_.data()) + offsets_[size_t(layer)]; }
+
+  // Where the layer's state goes behind rows of a pass: (row, place), in their order.
+  std::vector<std::pair<int64_t, float*>> checkpoints(int64_t layer, int64_t start, int64_t count) const {
+    std::vector<std::pair<int64_t, float*>> places;
+    for (const std::shared_ptr<Checkpoint>& each : checkpoints_)
+      if (each->position > start && each->position <= start + count) places.push_back({each->position - start, each->numbers.data() + offsets_[size_t(layer)]});
+    return places;
+  }
+
+  // The layer's state is that behind so many positions; while it changes, behind none.
+  static constexpr int64_t CHANGING = -1;
+  void set_position(int64_t layer, int64_t position) const { positions_[size_t(layer)] = position; }
 
  private:
+  bool is_at(int64_t position) const {
+    for (size_t i = 0; i < layers_.size(); i++)
+      if (layers_[i].shape().numbers && positions_[i] != position) return false;
+    return true;
+  }
+
+  void restore(const SequenceState& from, int64_t position) {
+    if (position == 0) std::fill(numbers_.begin(), numbers_.end(), 0.0f);
+    else {
+      const auto found = std::find_if(from.checkpoints_.begin(), from.checkpoints_.end(), [&](const auto& each) { return each->position == position; });
+      if (found == from.checkpoints_.end()) throw std::invalid_argument("a recurrent state can only go back to a checkpoint");
+      numbers_ = (*found)->numbers;
+    }
+    positions_.assign(positions_.size(), position);
+  }
+
+  void forget_behind(int64_t position) {
+    checkpoints_.erase(std::remove_if(checkpoints_.begin(), checkpoints_.end(), [&](const auto& each) { return each->position > position; }), checkpoints_.end());
+  }
+
+  // Of too many, one goes whose gap, if it is gone, is small beside its distance from the end: prompts part near their ends, so checkpoints are the
+  // denser, the later they are. Ends of messages, where prompts part most often, count four times.
+  void add_checkpoint(int64_t position, bool message_end) {
+    const size_t most = std::max(LEAST_CHECKPOINTS, CHECKPOINT_BYTES / (numbers_.size() * sizeof(float)));
+    checkpoints_.push_back(std::make_shared<Checkpoint>(position, message_end, int64_t(numbers_.size())));
+    if (checkpoints_.size() <= most) return;
+    size_t worst = 0;
+    double least = INFINITY;
+    for (size_t i = 0; i + 1 < checkpoints_.size(); i++) {
+      const Checkpoint& each = *checkpoints_[i];
+      const int64_t gap = checkpoints_[i + 1]->position - (i ? checkpoints_[i - 1]->position : 0);
+      const double loss = double(gap * (each.message_end ? 4 : 1)) / double(position - each.position + CHECKPOINT_EVERY);
+      if (loss < least) worst = i, least = loss;
+    }
+    checkpoints_.erase(checkpoints_.begin() + int64_t(worst));
+  }
+
   // Hold what `from` holds before `end`, with room for `count` rows and `capacity` positions.
   void hold(const SequenceState& from, int64_t end, int64_t count, int64_t capacity) {
     capacity = std::max(capacity_, (capacity + CACHE_BLOCK - 1) / CACHE_BLOCK * CACHE_BLOCK);
@@ -157,6 +252,10 @@ class SequenceState {
   size_t bytes_ = 0;
   Bytes memory_;
   std::vector<KeysAndValues> layers_;
+  std::vector<float> numbers_;                 // the recurrent states of all layers
+  std::vector<int64_t> offsets_;               // where each begins
+  mutable std::vector<int64_t> positions_;     // that each is behind of
+  std::vector<std::shared_ptr<Checkpoint>> checkpoints_;  // in order; sequences with a common beginning share them
 };
 
 }  // namespace billfish
