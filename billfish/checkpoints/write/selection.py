@@ -15,7 +15,7 @@ from billfish.checkpoints.write.target import is_sensitive
 from billfish.core.errors import CheckpointError, failure
 from billfish.core.format import Format
 
-# What is usually left as it is: embeddings, the last layer, norms, and the small matrices that choose experts.
+# What is usually left as it is: embeddings, the LM head, norms and routers.
 SENSITIVE = re.compile(
     r"(^|\.)(lm_head|output|\w*embe?d\w*|wte|wpe|token_types|\w*norm\w*"
     r"|router|router\.layer|gate|shared_expert_gate|ffn_gate_inp|ffn_gate_inp_shexp)(\.weight)?$"
@@ -72,7 +72,7 @@ class Quantization:
         if not self.is_wanted(name, origin):
             return "not matched by `only`"
         if is_sensitive(name):
-            return "sensitive (embeddings, last layer, norms, routers); `keep` chooses a format"
+            return "not quantized by default (embeddings, LM head, norms, routers); --keep REGEX=FORMAT quantizes them"
         if len(shape) == 3 and EXPERTS.search(name):
             return ""
         if len(shape) > 2:
