@@ -12,6 +12,7 @@ words instead of a table goes into a sentence: `<!-- generated: packing-neoverse
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +20,9 @@ from pathlib import Path
 from benchmarks import code_tables, records
 from benchmarks.pictures import PICTURES
 from benchmarks.tables import TABLES, table
-from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
 from billfish.cli.main import COMMANDS, parser_of
-from billfish.llm.architectures import ARCHITECTURES, ATTENTION, Architecture
+from billfish.models import Architecture
+from billfish.models.olmo import Olmo2
 
 ROOT = records.RESULTS.parents[1]
 MARKED = re.compile(r"(<!-- generated: ([\w ,-]+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
@@ -44,52 +45,22 @@ def options(command: str) -> str:
 
 
 def architectures() -> str:
-    """Every architecture: the `model_type`s of its folders, its parts beside a Llama's, and the models of the tests."""
+    """Every type of model: its architecture in GGUF, its docstring, and the models of the tests."""
     tested = (ROOT / "tests" / "support" / "llm_architectures.py").read_text()
-    rows = [["architecture", "`model_type`", "beside a Llama's parts", "checked by"]]
-    for name, own in ARCHITECTURES.items():
-        types = [f"`{kind}`" for kind, architecture in ARCHITECTURE_OF.items() if architecture == name]
-        models = re.findall(rf'^    "([\w-]+)": \(\s*"{name}",', tested, re.MULTILINE)
-        models = models or ["tests/llm/test_folders.py"]
-        rows.append([f"`{name}`", ", ".join(types), ", ".join(parts(own)), ", ".join(f"`{each}`" for each in models)])
+    rows = [["architecture", "`model_type`", "models", "beside a Llama's parts", "checked by"]]
+    for own in Architecture.known:
+        of_type = rf'^    "([\w-]+)": \((?:  #.*)?\s*"{own.gguf}",\s*"{own.model_type}"'
+        names = re.findall(of_type, tested, re.MULTILINE) or ["tests/llm/test_folders.py"]
+        models, _, parts = inspect.cleandoc(own.__doc__ or "").replace("\n", " ").rstrip(".").partition(": ")
+        checked = ", ".join(f"`{name}`" for name in names)
+        rows.append([f"`{own.gguf}`", f"`{own.model_type}`", models, parts or "none", checked])
     return table(rows)
-
-
-ORDINALS = {2: "second", 4: "fourth", 6: "sixth"}
-
-
-def parts(own: Architecture) -> list[str]:
-    """What an architecture has beside a Llama's parts."""
-    found = {
-        "QKV biases": own.biases == ATTENTION,
-        "biases everywhere": len(own.biases) > len(ATTENTION),
-        "QK norm": own.head_norms == "each",
-        "QK norm over all heads": own.head_norms == "all",
-        "GeGLU": own.gate == "gelu",
-        "clamped SwiGLU": own.gate == "clamped_silu",
-        "scaled embedding": own.scaled_embedding,
-        "post-norms": own.post_norms,
-        "attention sinks": own.sinks,
-        "fused QKV and gate_up": own.joined,
-        "logit soft-capping": any(own.caps),
-    }
-    words = [name for name, there in found.items() if there]
-    if own.windows is not None:
-        step = own.windows.step
-        words.append(f"sliding window, global in every {ORDINALS[step]} layer" if step else "sliding window")
-        words += ["RoPE base of its own in windows"] if own.windows.local_base else []
-    if own.unrotated:
-        words.append(f"no RoPE in every {ORDINALS[own.unrotated]} layer")
-    if own.routing is not None:
-        words.append("MoE" if own.routing.required else "MoE or dense")
-        words += [] if own.routing.renormalized else ["routing weights not renormalized"]
-        words += ["shared expert"] if own.routing.shared else []
-    return words or ["none"]
 
 
 CODE: dict[str, Callable[[], str]] = {
     **code_tables.CODE,
     "architectures": architectures,
+    "code-olmo2": lambda: f"```python\n{inspect.getsource(Olmo2)}```",
     **{f"options-{command}": lambda command=command: options(command) for command in COMMANDS},
 }
 

@@ -114,7 +114,7 @@ class Ours:
 
     def forget(self, keep: int) -> None:
         for cache in self._caches[: 1 if keep else None]:
-            del cache.tokens[keep:]
+            cache.rollback(keep)
 
     def feed(self, tokens: list[int]) -> None:
         for start in range(0, len(tokens), self._decoder.chunk):

@@ -28,12 +28,12 @@ from billfish.checkpoints.safetensors_files import (
     damaged,
     open_shards,
     read_config,
-    section,
     shards,
 )
 from billfish.core.errors import CheckpointError, failure
 from billfish.core.files import open_regular, parse_json
 from billfish.core.format_tag import ABOUT
+from billfish.models.fields import section
 
 # What torch.save writes, now and before 1.6. To read a pickle is to run it.
 PICKLES = {b"PK\x03\x04": "a zip archive, probably a PyTorch checkpoint", b"\x80\x02": "a pickle"}

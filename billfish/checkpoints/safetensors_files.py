@@ -20,6 +20,7 @@ from billfish.core.errors import CheckpointError, failure
 from billfish.core.extras import require
 from billfish.core.files import is_affordable, open_regular, read_json
 from billfish.core.storage import Array
+from billfish.models.fields import section
 
 CALL = "load"
 MAX_ELEMENTS = 1 << 58  # of an array, where extents of 0 count as 1: NumPy has none of 2^63 bytes
@@ -154,12 +155,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         elif modelopt:
             config["quantization_config"] = {"quant_method": "modelopt", **section(modelopt, "quantization")}
     return config
-
-
-def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A part of a configuration that is itself an object; {} if it is missing or something else."""
-    value = config.get(name)
-    return value if isinstance(value, dict) else {}
 
 
 def shards(folder: Path) -> dict[Path, set[str] | None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,21 +23,21 @@ from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import Activations, CacheType
-from billfish.llm.config import Config
 from billfish.llm.decoder_base import Decoder, Passage
 from billfish.llm.kv_cache import Cache, Floats
-from billfish.llm.model_weights import (
-    ATTENTION,
-    CALL,
-    FEED_FORWARD,
-    ROUTER,
-    SHARED,
-    STACKS,
-    ModelTensors,
-    Stack,
-    Tensor,
-)
+from billfish.llm.model_weights import CALL, ExpertTensor, ModelTensors, Tensor
 from billfish.llm.sampler import Sampler
+from billfish.models.description import (
+    Attention,
+    Block,
+    Dense,
+    DenseAndMixture,
+    Matrix,
+    Mixture,
+    Model,
+    Stack,
+    Vector,
+)
 from billfish.ops.matmul import dequantize
 
 # Gets a layer, one of its inputs, the expert that multiplies it or -1, and the rows.
@@ -55,75 +57,89 @@ class CpuDecoder(Decoder):
 
     def __init__(self, tensors: ModelTensors) -> None:
         super().__init__(tensors)
+        self._refuse_unknown()
         backend = BACKENDS["cpu"]
         assert isinstance(backend, CpuBackend)
         self._backend = backend
-        self._embedding = _in_memory(tensors.embedding())
+        self._embedding, *tables = (_in_memory(tensors.table(table)) for table in tensors.tables)
+        self._layer_embedding = tables[0] if tables else None
+
+    def _refuse_unknown(self) -> None:
+        """Raises for a model with mixers that there are no kernels for."""
+        for i, block in enumerate(self.config.blocks):
+            mixer = block.mixer
+            if not isinstance(mixer, Attention) or mixer.gated:
+                what = "attention with an output gate" if isinstance(mixer, Attention) else type(mixer).__name__
+                raise ModelError(failure(CALL, f"the CPU cannot run layer {i}, which is {what}"))
 
     def pack(self, under_way: Callable[[], object]) -> None:
         tensors = self.tensors
-        packed: dict[str, PackedWeights | PlainWeights] = {}
+        packed: dict[Matrix, PackedWeights | PlainWeights] = {}
 
-        def read(places: list[str]) -> Iterator[Tensor]:
-            for place in places:
-                yield self._matrix(place)
+        def read(matrices: list[Matrix]) -> Iterator[Tensor]:
+            for matrix in matrices:
+                yield self._matrix(matrix)
             if not packed:
                 under_way()  # earlier, two threads would wait for each other to let go of the interpreter
 
-        for places in self._batches():
-            packed |= dict(zip(places, self._backend.pack_all(read(places)), strict=True))
+        for matrices in self._batches():
+            packed |= dict(zip(matrices, self._backend.pack_all(read(matrices)), strict=True))
             tensors.source.tensors.release()
-        stacks: dict[str, PackedExperts] = {}
-        for place in tensors.stacks:  # one at a time: each is large
-            stacks[place] = self._backend.pack_experts(self._stack(place))
+        stacks: dict[Stack, PackedExperts] = {}
+        for stack in tensors.stacks:  # one at a time: each is large
+            stacks[stack] = self._backend.pack_experts(self._stack(stack))
             tensors.source.tensors.release()
         weights = [*packed.values(), *stacks.values()]
-        self.nbytes = self._embedding.nbytes + sum(each.nbytes for each in weights)
-        self._native = self._make_native()
-        self._add_layers(packed, stacks)
+        tables = [self._embedding] if self._layer_embedding is None else [self._embedding, self._layer_embedding]
+        self.nbytes = sum(each.nbytes for each in (*tables, *weights))
+        self._native = self._make_native(packed, stacks)
         self._set_embedding()
 
-    def _make_native(self) -> _cpu.Decoder:
-        c, family = self.config, self.config.family
-        return _cpu.Decoder(
-            level=self._backend.level,
-            hidden=c.hidden,
-            heads=c.heads,
-            kv_heads=c.kv_heads,
-            head_size=c.head_size,
-            feed_forward=c.feed_forward if c.experts is None else c.experts.shared,
-            epsilon=c.norm_epsilon,
-            query_scale=c.query_scale,
-            residual_scale=c.residual_scale,
-            attention_cap=c.attention_cap,
-            logit_cap=c.logit_cap,
-            adjacent=family.rope == "adjacent",
-            gate=GATES.index(family.gate),
-            joint_norms=family.head_norms == "all",
-            rotations=[(rotation.frequencies.tolist(), rotation.magnitude) for rotation in self.tensors.rotations()],
-        )
-
-    def _add_layers(self, packed: dict[str, PackedWeights | PlainWeights], stacks: dict[str, PackedExperts]) -> None:
+    def _make_native(
+        self, packed: dict[Matrix, PackedWeights | PlainWeights], stacks: dict[Stack, PackedExperts]
+    ) -> _cpu.Decoder:
+        """The native decoder: the description as dictionaries, with arrays for its tensors."""
         c, tensors = self.config, self.tensors
         orders: dict[bytes, Array] = {}  # matrices with one order share its array, and x is put into it once for them
 
-        def native(place: str, bias: Floats | None) -> _cpu.PackedMatrix:
-            weights = packed[place]
+        def matrix(part: Matrix) -> _cpu.PackedMatrix:
+            weights = packed[part]
             order = weights.permutation if isinstance(weights, PackedWeights) else None
             shared = None if order is None else orders.setdefault(order.tobytes(), order)
-            return weights.description, weights.data, bias, shared
+            return weights.description, weights.data, tensors.bias(part), shared
 
-        for i in range(c.layers):
-            layer, kind, experts, mixture = f"blk.{i}.", c.kind(i), c.experts, None
-            dense = FEED_FORWARD if experts is None else SHARED if experts.shared else ()
-            matrices = [native(layer + name, tensors.bias(layer + name)) for name in (*ATTENTION, *dense)]
-            if experts is not None:
-                router = native(layer + ROUTER, tensors.bias(layer + ROUTER))
-                parts = [stacks[layer + name].arrays(tensors.stack_bias(layer + name)) for name in STACKS]
-                how = experts.chosen, experts.renormalized, experts.scale, tensors.shared_gate(layer)
-                mixture = router, parts, *how
-            self._native.add_layer(tensors.layer_vectors(layer), kind.window, kind.rotation, matrices, mixture)
-        self._native.set_head(self.last_norm / np.float32(c.logit_scale), native("head", None))
+        def native(part: Any) -> Any:
+            if isinstance(part, Matrix):
+                return matrix(part)
+            if isinstance(part, Stack):
+                return stacks[part].arrays(tensors.bias(part))
+            if isinstance(part, Vector):
+                return tensors.vector(part)
+            if not dataclasses.is_dataclass(part):
+                return part
+            fields = {field.name: native(getattr(part, field.name)) for field in dataclasses.fields(part)}
+            if "activation" in fields:
+                fields["activation"] = GATES.index(fields["activation"])
+            return {"kind": type(part).__name__, **fields}
+
+        ropes = [
+            {
+                "frequencies": tensors.frequencies(rope).tolist(),
+                "magnitude": rope.scaling.magnitude,
+                "adjacent": rope.adjacent,
+            }
+            for rope in c.ropes
+        ]
+        decoder = _cpu.Decoder(self._backend.level, c.hidden, c.norm_epsilon, c.logit_cap, ropes)
+        for block in c.blocks:
+            decoder.add_block(native(block))
+        per_layer = c.per_layer_embedding
+        if per_layer is not None:
+            about = {field: native(getattr(per_layer, field)) for field in ("size", "projection", "norm")}
+            scales = {"scale": per_layer.scale, "projection_scale": per_layer.projection_scale}
+            decoder.set_per_layer_embedding({**about, **scales, "layers": c.layers})
+        decoder.set_head(self.last_norm / np.float32(c.logit_scale), matrix(c.head))
+        return decoder
 
     def _set_embedding(self) -> None:
         """Native code decodes its rows, where it knows the format."""
@@ -136,28 +152,28 @@ class CpuDecoder(Decoder):
                 source = codes_of(self._embedding)
                 self._native.set_embedding(source.data, source.about)
 
-    def _batches(self) -> Iterator[list[str]]:
+    def _batches(self) -> Iterator[list[Matrix]]:
         """The matrices, as many at a time as may be in memory twice, plain or quantized and packed."""
-        batch, size = list[str](), 0
-        for place in self.tensors.matrices:
-            nbytes = self.tensors.nbytes(place)
+        batch, size = list[Matrix](), 0
+        for matrix in self.tensors.matrices:
+            nbytes = self.tensors.nbytes(matrix)
             if batch and size + nbytes > BATCH_BYTES:
                 yield batch
                 batch, size = [], 0
-            batch.append(place)
+            batch.append(matrix)
             size += nbytes
         yield batch
 
-    def _matrix(self, place: str) -> Tensor:
-        tensor = self.tensors.matrix(place)
+    def _matrix(self, matrix: Matrix) -> Tensor:
+        tensor = self.tensors.matrix(matrix)
         if isinstance(tensor, QuantizedTensor):
-            self._check_format(self.tensors.matrices[place].name, tensor)
+            self._check_format(f"{matrix.name}.weight", tensor)
         return tensor
 
-    def _stack(self, place: str) -> Stack:
-        stack = self.tensors.stack(place)
+    def _stack(self, part: Stack) -> ExpertTensor:
+        stack = self.tensors.stack(part)
         if isinstance(stack, QuantizedExperts):
-            self._check_format(f"{place}.weight", stack)
+            self._check_format(f"{part.name}.weight", stack)
         return stack
 
     def _check_format(self, name: str, tensor: QuantizedTensor | QuantizedExperts) -> None:
@@ -194,39 +210,56 @@ class CpuDecoder(Decoder):
         if self._native_embedding:
             rows = np.empty((len(tokens), self.config.hidden), np.float32)
             self._native.embed(tokens, rows)
-        elif isinstance(self._embedding, QuantizedTensor):
-            rows = dequantize(self._embedding.take_rows(tokens))
         else:
-            rows = self._embedding[tokens].astype(np.float32)
+            rows = _rows_of(self._embedding, tokens)
         scale = np.float32(self.config.embedding_scale)
         return rows if scale == 1 else rows * scale
+
+    def layer_inputs(self, tokens: list[int], x: Floats | None, digits: int) -> Floats | None:
+        """What the layers take beside hidden states [tokens, layers, size], for models with an embedding per layer. x:
+        the tokens' rows of the embedding, if they are there."""
+        if self._layer_embedding is None:
+            return None
+        rows = _rows_of(self._layer_embedding, tokens)
+        self._native.add_layer_inputs(self.embed(tokens) if x is None else x, rows, digits)
+        return rows
 
     def run(self, passages: Sequence[Passage], activations: Activations | None) -> Floats:
         """Texts of a batch come as one call; each gets the same numbers as alone while there are at most FEW_ROWS
         rows."""
         digits = DIGITS[check_activations("llm.run", activations or self.usual, DIGITS)]
-        x = self.embed([token for _, tokens in passages for token in tokens])
+        all_tokens = [token for _, tokens in passages for token in tokens]
+        x = self.embed(all_tokens)
+        inputs = self.layer_inputs(all_tokens, x, digits)
         with self._locked(passages):
             rows = []
             for cache, tokens in passages:
                 assert isinstance(cache, CpuCache)
                 start = len(cache.tokens)
-                cache.reserve(start + len(tokens))
-                rows.append((cache.keys, cache.values, start, len(tokens)))
-            self._native.run(x, rows, digits)
+                cache.reserve_rows(start, len(tokens))
+                rows.append((cache.state, start, len(tokens)))
+            self._native.run(x, rows, digits, inputs)
             for cache, tokens in passages:
                 cache.tokens.extend(tokens)
         return x
 
-    def run_layer(self, layer: int, x: Floats, cache: CpuCache, observe: Observe | None) -> None:
+    def run_layer(
+        self, layer: int, tokens: list[int], x: Floats, source: Floats | None, cache: CpuCache, observe: Observe | None
+    ) -> None:
         """The hidden states x [tokens, hidden] of a text, from its beginning, through one layer, in place and exactly.
+        source: the states that enter the layer whose keys and values this one attends to, if they are another's.
         observe(layer, input, expert, rows [count, width]) gets what the layer's products multiply; see `LayerInput`."""
+        whose, exact = self.config.source(layer), DIGITS["exact"]
         with cache.lock:
-            cache.reserve(len(x))
             for start in range(0, len(x), self.chunk):
                 part = x[start : start + self.chunk]
-                passage = (cache.keys, cache.values, start, len(part))
-                self._native.run_layers(part, [passage], DIGITS["exact"], layer, layer + 1, observe)
+                cache.reserve_rows(start, len(part))
+                passage = (cache.state, start, len(part))
+                inputs = self.layer_inputs(tokens[start : start + self.chunk], None, exact)
+                if source is not None and whose is not None:
+                    before = source[start : start + self.chunk]
+                    self._native.run_layers(before, [passage], exact, inputs, whose, whose + 1, None)
+                self._native.run_layers(part, [passage], exact, inputs, layer, layer + 1, observe)
 
     def normalize(self, hidden: Floats) -> Floats:
         """Hidden states [m, hidden] behind the last norm: what the head multiplies."""
@@ -272,7 +305,7 @@ class CpuDecoder(Decoder):
         depends on the text.
         """
         apart = activations == "exact"
-        most = 1 if apart and self.config.experts is not None else self.chunk
+        most = 1 if apart and self.config.has_experts else self.chunk
         for start in range(0, max((len(tokens) for _, tokens in passages), default=0), self.chunk):
             few, many = list[Part](), list[Part]()
             for i, (cache, tokens) in enumerate(passages):
@@ -284,54 +317,72 @@ class CpuDecoder(Decoder):
 
 
 class CpuCache(Cache):
-    """Keys and values in float32 or float16, in blocks of CACHE_BLOCK positions, which only kernels know to read."""
+    """The state of a sequence in native memory: keys and values in float32 or float16, in blocks of CACHE_BLOCK
+    positions, which only kernels know to read. Layers with a window keep a ring of positions."""
 
-    def __init__(self, config: Config, capacity: int = 256, type: CacheType = "float32") -> None:
+    def __init__(self, config: Model, capacity: int = 256, type: CacheType = "float32") -> None:
         super().__init__(config, capacity)
         self.type: CacheType = type
-        # One attribute for both: whatever interrupts `reserve`, they are of one capacity.
-        self._keys_and_values = self._room(capacity)
-
-    def _room(self, capacity: int) -> tuple[Array, Array]:
-        c, blocks = self.config, -(-capacity // _cpu.CACHE_BLOCK)
-        shape = (c.layers, c.kv_heads, blocks, _cpu.CACHE_BLOCK * c.head_size)
-        return np.zeros(shape, self.type), np.zeros(shape, self.type)
-
-    @property
-    def keys(self) -> Array:
-        """[layers, heads, blocks, CACHE_BLOCK * head size], as backends/cpu/decoder/decoder.h has them."""
-        return self._keys_and_values[0]
-
-    @property
-    def values(self) -> Array:
-        """The same."""
-        return self._keys_and_values[1]
+        shapes = [_state_shape(block) for block in config.blocks]
+        self.state = _cpu.SequenceState(shapes, type == "float16", capacity)
 
     @property
     def capacity(self) -> int:
-        return self.keys.shape[2] * _cpu.CACHE_BLOCK
+        return self.state.capacity
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return self.state.nbytes
 
     def reserve(self, positions: int) -> None:
-        """By doubling, so that a long text is not copied at every token."""
         with self.lock:
-            if positions <= self.capacity:
-                return
-            keys, values = self._room(max(positions, min(2 * self.capacity, self.config.context)))
-            blocks = self.keys.shape[2]
-            keys[:, :, :blocks], values[:, :, :blocks] = self.keys, self.values
-            self._keys_and_values = keys, values
+            self.state.reserve(len(self.tokens), 0, positions)
+
+    def reserve_rows(self, start: int, count: int) -> None:
+        """Make room for the rows of a pass. The capacity doubles, so that a long text is not copied at every token."""
+        capacity = self.state.capacity
+        if start + count > capacity:
+            capacity = max(start + count, min(2 * capacity, self.config.context))
+        self.state.reserve(start, count, capacity)
 
     def like(self, capacity: int) -> CpuCache:
         return CpuCache(self.config, capacity, self.type)
 
     def copy_positions(self, other: Cache, positions: int) -> None:
         assert isinstance(other, CpuCache)
-        blocks = -(-positions // _cpu.CACHE_BLOCK)
-        self.keys[:, :, :blocks], self.values[:, :, :blocks] = other.keys[:, :, :blocks], other.values[:, :, :blocks]
+        self.state.copy(other.state, positions)
+
+    def restorable(self, positions: int) -> int:
+        return self.state.restorable(positions)
+
+
+def _state_shape(block: Block) -> tuple[int, int, int]:
+    """What a layer keeps of a sequence: heads and their size, and the window. Nothing where it uses another's."""
+    mixer = block.mixer
+    assert isinstance(mixer, Attention)
+    return (mixer.kv_heads, mixer.head_size, mixer.window) if mixer.shares is None else (0, 16, 0)
+
+
+def inputs_of(block: Block) -> list[tuple[Matrix | Stack, ...]]:
+    """The matrices that multiply each input of a layer, in the order of the native decoder's LayerInput."""
+    mixer, part = block.mixer, block.feed_forward
+    assert isinstance(mixer, Attention)
+    dense = part if isinstance(part, Dense) else part.dense if isinstance(part, DenseAndMixture) else part.shared
+    mixture = part if isinstance(part, Mixture) else part.mixture if isinstance(part, DenseAndMixture) else None
+    own_router = [mixture.router.matrix] if mixture is not None and mixture is part else []
+    other_router = [mixture.router.matrix] if mixture is not None and mixture is not part else []
+    layer_input = block.per_layer_input
+    return [
+        tuple(matrix for matrix in (mixer.q, mixer.k, mixer.v) if matrix is not None),
+        (mixer.output,),
+        (*((dense.gate, dense.up) if dense else ()), *own_router),
+        (dense.down,) if dense else (),
+        tuple(stack for stack in (mixture.gate, mixture.up) if stack) if mixture else (),
+        (mixture.down,) if mixture else (),
+        tuple(other_router),
+        (layer_input.gate,) if layer_input else (),
+        (layer_input.projection,) if layer_input else (),
+    ]
 
 
 def _filled(parts: Sequence[Part], most: int) -> Iterator[list[Part]]:
@@ -345,6 +396,12 @@ def _filled(parts: Sequence[Part], most: int) -> Iterator[list[Part]]:
         rows += len(part[2])
     if group:
         yield group
+
+
+def _rows_of(table: Tensor, tokens: list[int]) -> Floats:
+    if isinstance(table, QuantizedTensor):
+        return dequantize(table.take_rows(tokens))
+    return table[tokens].astype(np.float32)
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from threading import RLock
 from billfish.backends.cuda.decoder import PAGE, Shape
 from billfish.backends.cuda.driver import Buffer, OutOfMemory, Stream, check, current, driver, free_bytes, synchronize
 from billfish.core.errors import ModelError
-from billfish.llm.config import Config
 from billfish.llm.kv_cache import Cache
+from billfish.models.description import Model
 
 SLAB_BYTES = 1 << 26  # that are allocated at once, at least
 
@@ -62,7 +62,7 @@ class PagePool:
 class CudaCache(Cache):
     """Keys and values in 16 bits, in pages."""
 
-    def __init__(self, config: Config, pool: PagePool, capacity: int) -> None:
+    def __init__(self, config: Model, pool: PagePool, capacity: int) -> None:
         super().__init__(config, capacity)
         self._pool = pool
         self.pages: list[int] = []

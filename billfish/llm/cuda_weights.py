@@ -13,6 +13,7 @@ from billfish.backends.cuda.driver import Buffer
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
 from billfish.llm.model_weights import ModelTensors, Tensor
+from billfish.models.description import Attention, Block, Dense, Matrix
 from billfish.ops.matmul import dequantize
 
 EIGHT = 8  # rows of gate, then of up, that alternate
@@ -27,75 +28,82 @@ class GpuWeights:
         self.nbytes = 0
 
     def shape(self) -> Shape:
-        """The sizes of the model, as the decoder takes them."""
-        c, family = self._tensors.config, self._tensors.config.family
+        """The sizes of the model, as the decoder takes them. `missing` in devices.py has refused all but dense layers
+        of one kind."""
+        c, rope = self._tensors.config, self._tensors.config.ropes[0]
+        attention, feed_forward = attention_of(c.blocks[0]), dense_of(c.blocks[0])
         return Shape(
             layers=c.layers,
             hidden=c.hidden,
-            heads=c.heads,
-            kv_heads=c.kv_heads,
-            head_size=c.head_size,
-            feed_forward=c.feed_forward,
+            heads=attention.heads,
+            kv_heads=attention.kv_heads,
+            head_size=attention.head_size,
+            feed_forward=feed_forward.size,
             vocabulary=c.vocabulary,
             epsilon=c.norm_epsilon,
-            frequencies=tuple(self._tensors.rotations()[0].frequencies.tolist()),
-            adjacent=family.rope == "adjacent",
-            gate=family.gate,
-            head_norms=family.head_norms == "each",
+            frequencies=tuple(self._tensors.frequencies(rope).tolist()),
+            adjacent=rope.adjacent,
+            gate=feed_forward.activation,
+            head_norms=attention.q_norm is not None,
             embedding_scale=float(np.float32(c.embedding_scale)),
         )
 
     def layer(self, i: int) -> Layer:
-        tensors, c, layer = self._tensors, self._tensors.config, f"blk.{i}."
-        attention_norm, feed_forward_norm = (
-            sent(tensors.vector(f"{layer}{name}_norm.weight", c.hidden), self._ordinal) for name in ("attn", "ffn")
+        tensors, block = self._tensors, self._tensors.config.blocks[i]
+        attention, dense = attention_of(block), dense_of(block)
+        norms = block.mixer_norm, block.feed_forward_norm, attention.q_norm, attention.k_norm
+        mixer_norm, feed_forward_norm, q_norm, k_norm = (
+            None if norm is None else sent(tensors.vector(norm), self._ordinal) for norm in norms
         )
-        head_norms = (tensors.head_norm(f"{layer}attn_{name}", 1) for name in "qk")
-        q_norm, k_norm = (None if norm is None else sent(norm, self._ordinal) for norm in head_norms)
-        qkv = self._one_after_the_other([f"{layer}attn_{name}" for name in "qkv"])
-        [o] = self._one_after_the_other([f"{layer}attn_output"])
-        gate_up = self._alternating([f"{layer}ffn_gate", f"{layer}ffn_up"])
-        [down] = self._one_after_the_other([f"{layer}ffn_down"])
-        made = Layer(attention_norm, feed_forward_norm, qkv, o, gate_up, down, q_norm, k_norm)
+        assert mixer_norm is not None
+        assert feed_forward_norm is not None
+        assert attention.k is not None
+        assert attention.v is not None
+        qkv = self._one_after_the_other([attention.q, attention.k, attention.v])
+        [o] = self._one_after_the_other([attention.output])
+        gate_up = self._alternating(dense.gate, dense.up)
+        [down] = self._one_after_the_other([dense.down])
+        made = Layer(mixer_norm, feed_forward_norm, qkv, o, gate_up, down, q_norm, k_norm)
         tensors.source.tensors.release()
         return made
 
     def embedding_and_head(self) -> tuple[DeviceWeights, DeviceMatrix]:
         """The head is the embedding where the file has no other."""
-        table = self._tensors.embedding()
+        table = self._tensors.table(self._tensors.config.embedding)
         if isinstance(table, QuantizedTensor) and table.permutation is not None:
             table = dequantize(table)
         embedding = self._pack(table)
-        if self._tensors.tied:
-            self._tensors.matrix("head")  # is the same; it counts as one of the kinds
+        c = self._tensors.config
+        if c.head == c.embedding:
+            self._tensors.matrix(c.head)  # is the same; it counts as one of the kinds
             return embedding, DeviceMatrix(embedding)
-        [head] = self._one_after_the_other(["head"])
+        [head] = self._one_after_the_other([c.head])
         return embedding, head
 
-    def _one_after_the_other(self, places: Sequence[str]) -> tuple[DeviceMatrix, ...]:
-        """Matrices by places, neighbours of one kind as one."""
-        groups: list[list[tuple[str, Tensor]]] = []
-        for place in places:
-            tensor = self._tensors.matrix(place)
+    def _one_after_the_other(self, matrices: Sequence[Matrix]) -> tuple[DeviceMatrix, ...]:
+        """Matrices, neighbours of one kind as one."""
+        groups: list[list[tuple[Matrix, Tensor]]] = []
+        for matrix in matrices:
+            tensor = self._tensors.matrix(matrix)
             if groups and alike(groups[-1][-1][1], tensor):
-                groups[-1].append((place, tensor))
+                groups[-1].append((matrix, tensor))
             else:
-                groups.append([(place, tensor)])
-        return tuple(self._matrix([p for p, _ in group], [t for _, t in group]) for group in groups)
+                groups.append([(matrix, tensor)])
+        return tuple(self._matrix([m for m, _ in group], [t for _, t in group]) for group in groups)
 
-    def _alternating(self, places: Sequence[str]) -> tuple[DeviceMatrix, ...]:
+    def _alternating(self, *matrices: Matrix) -> tuple[DeviceMatrix, ...]:
         """Two matrices as one whose rows alternate by eights; or two, where that cannot be."""
-        gate, up = (self._tensors.matrix(place) for place in places)
+        gate, up = (self._tensors.matrix(matrix) for matrix in matrices)
         rows = len(gate) if isinstance(gate, np.ndarray) else gate.shape[0]
         if not alike(gate, up) or rows % EIGHT:
-            return tuple(self._matrix([place], [t]) for place, t in zip(places, (gate, up), strict=True))
+            return tuple(self._matrix([matrix], [t]) for matrix, t in zip(matrices, (gate, up), strict=True))
         order = np.arange(2 * rows).reshape(2, -1, EIGHT).transpose(1, 0, 2).ravel()
-        return (self._matrix(places, [gate, up], order),)
+        return (self._matrix(matrices, [gate, up], order),)
 
-    def _matrix(self, places: Sequence[str], tensors: Sequence[Tensor], rows: Array | None = None) -> DeviceMatrix:
+    def _matrix(self, matrices: Sequence[Matrix], tensors: Sequence[Tensor], rows: Array | None = None) -> DeviceMatrix:
         tensor = stacked(tensors, rows)
         weights = self._pack(tensor)
-        biases = [self._tensors.bias(place) for place in places if place != "head"]
+        biases = [self._tensors.bias(matrix) for matrix in matrices]
         bias = None
         if any(b is not None for b in biases):
             parts = [np.zeros(t.shape[0], np.float32) if b is None else b for b, t in zip(biases, tensors, strict=True)]
@@ -119,6 +127,16 @@ class GpuWeights:
             )
         self.nbytes += weights.nbytes
         return weights
+
+
+def attention_of(block: Block) -> Attention:
+    assert isinstance(block.mixer, Attention)
+    return block.mixer
+
+
+def dense_of(block: Block) -> Dense:
+    assert isinstance(block.feed_forward, Dense)
+    return block.feed_forward
 
 
 def multiplied(tensor: QuantizedTensor) -> bool:

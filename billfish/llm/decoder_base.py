@@ -11,7 +11,7 @@ import numpy as np
 from billfish.core.errors import DataError, ModelError, ShapeError, bad_argument, failure
 from billfish.core.typing import Activations, CacheType
 from billfish.llm.kv_cache import Cache, Floats, shared_length
-from billfish.llm.model_weights import LAST_NORM, ModelTensors
+from billfish.llm.model_weights import ModelTensors
 from billfish.llm.sampler import Sampler
 
 Passage = tuple[Cache, list[int]]  # tokens that are fed behind what the cache holds
@@ -30,7 +30,7 @@ class Decoder(ABC):
 
     def __init__(self, tensors: ModelTensors) -> None:
         self.tensors, self.config = tensors, tensors.config
-        self.last_norm = tensors.vector(LAST_NORM, self.config.hidden)
+        self.last_norm = tensors.vector(self.config.final_norm)
         self.nbytes = 0  # of weights, as they are held in memory
 
     @abstractmethod
@@ -88,8 +88,7 @@ class Decoder(ABC):
         Tokens of the text that the cache holds are not fed again, except the last one.
         """
         with cache.lock:
-            there = shared_length(cache.tokens, text[:-1])
-            del cache.tokens[there:]
+            there = cache.rollback(shared_length(cache.tokens, text[:-1]))
             [token] = self.choose([(cache, text[there:])], [sampler], activations)
         return token, there
 

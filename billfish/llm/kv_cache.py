@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.core.errors import DataError, bad_argument
-from billfish.llm.config import Config
+from billfish.models.description import Model
 
 Floats = NDArray[np.float32]
 MOST_POSITIONS = 1 << 30
@@ -24,7 +24,7 @@ class Cache(ABC):
     fed again.
     """
 
-    def __init__(self, config: Config, capacity: int) -> None:
+    def __init__(self, config: Model, capacity: int) -> None:
         if not isinstance(capacity, int) or not 0 <= capacity <= MOST_POSITIONS:
             raise DataError(bad_argument("llm.Cache", "capacity", repr(capacity), f"0 to {MOST_POSITIONS}"))
         self.config = config
@@ -53,8 +53,21 @@ class Cache(ABC):
     def copy_positions(self, other: Cache, positions: int) -> None:
         """Take keys and values of the first positions of another cache. There is room for them."""
 
+    def restorable(self, positions: int) -> int:
+        """How many of the first `positions` tokens the sequence can go on behind: all of them, or fewer where the state
+        of a layer cannot be cut back to any position."""
+        return positions
+
+    def rollback(self, positions: int) -> int:
+        """Keep the first `positions` tokens, or as many of them as are `restorable`. Returns how many."""
+        with self.lock:
+            kept = self.restorable(min(positions, len(self.tokens)))
+            del self.tokens[kept:]
+            return kept
+
     def begin_as(self, other: Cache, positions: int) -> None:
-        """Hold the first `positions` tokens of another cache of this model, and nothing else."""
+        """Hold the first `positions` tokens of another cache of this model, and nothing else. They are `restorable`
+        there."""
         first, second = sorted((self, other), key=id)  # in one order in all threads
         with first.lock, second.lock:
             self.tokens.clear()

@@ -33,14 +33,14 @@ from billfish.core.files import path_of
 from billfish.core.progress import OnProgress, follow
 from billfish.core.typing import Activations, CacheType, Method
 from billfish.llm.chat_template import RESERVED, ChatTemplate, Message
-from billfish.llm.config import read_config
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.devices import check_device, make_decoder
 from billfish.llm.generation import Generation, generate_batch
 from billfish.llm.kv_cache import Cache
 from billfish.llm.model_files import open_source
-from billfish.llm.model_weights import Convert, ModelTensors, Stack, Tensor
+from billfish.llm.model_weights import Convert, ExpertTensor, ModelTensors, Tensor
 from billfish.llm.sampler import Sampling
+from billfish.models import describe
 
 if TYPE_CHECKING:
     from billfish.llm.grammar import Vocabulary
@@ -97,13 +97,13 @@ class Model:
         self.path = path
         folder_of("tokenizers", "llm")  # before weights are packed; it is imported beside that
         self.source = source = open_source(path)
-        self.config = read_config(source.fields, source.vocabulary)
+        self.config = describe(source.fields, source.vocabulary, source.tensors)
         size = source.tensors.nbytes
         if progress is True and convert is None and size < LONG_BYTES:
             progress = False
         with follow(progress, size) as advance, ThreadPoolExecutor(1) as pool:
 
-            def read(name: str, tensor: Tensor | Stack) -> Tensor | Stack:
+            def read(name: str, tensor: Tensor | ExpertTensor) -> Tensor | ExpertTensor:
                 advance(source.tensors.describe(name).nbytes, source.name(name))
                 return tensor if convert is None else convert(name, tensor)
 

@@ -16,7 +16,7 @@ from billfish.checkpoints.tokenizer import gguf_tokenizer, tokenizer_json
 from billfish.checkpoints.tokenizer.tokenizer import TOKEN_COST, Tokenizer
 from billfish.core.errors import ModelError, failure
 from billfish.core.files import is_affordable
-from billfish.llm.config import ARCHITECTURES
+from billfish.models import ARCHITECTURES
 
 CALL = "llm.load"
 PADDING = 32  # rows and columns of packed matrices are multiples of it, or of a divisor

@@ -19,7 +19,7 @@ from billfish.core.format import parse_format
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
-from billfish.llm.model_weights import Stack, Tensor
+from billfish.llm.model_weights import ExpertTensor, Tensor
 from billfish.ops.quantization import check_method, quantize_matrix
 from billfish.statistics import Statistics
 
@@ -69,7 +69,7 @@ class Quantizer:
         """Return one line for each reason why matrices had to stay. name: what the file calls a tensor."""
         return by_reason([Remark(name(remark.name), remark.reason) for remark in self.left])
 
-    def __call__(self, name: str, tensor: Tensor | Stack) -> Tensor | Stack:
+    def __call__(self, name: str, tensor: Tensor | ExpertTensor) -> Tensor | ExpertTensor:
         """A tensor of the model, by its name in GGUF."""
         choice = self._how.choice(name, name, tensor.shape)
         if choice is not None and isinstance(tensor, (QuantizedTensor, QuantizedExperts)):

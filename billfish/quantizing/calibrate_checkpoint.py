@@ -12,9 +12,10 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -27,28 +28,21 @@ from billfish.core.errors import BillfishError, DataError, bad_argument, failure
 from billfish.core.files import path_of, read_text, replacing
 from billfish.core.progress import Progress
 from billfish.core.version import __version__
-from billfish.llm.config import read_config
-from billfish.llm.cpu import CpuDecoder, Observe
+from billfish.llm.cpu import CpuDecoder, Observe, inputs_of
 from billfish.llm.model import load
 from billfish.llm.model_files import open_source
-from billfish.llm.model_weights import ATTENTION, FEED_FORWARD, ROUTER, SHARED, STACKS, ModelTensors
+from billfish.llm.model_weights import ModelTensors
+from billfish.models import describe
+from billfish.models.description import Matrix, Stack
 from billfish.statistics.inputs import CALL, InputStatistics, Sums
 from billfish.statistics.statistics import Statistics
 from billfish.statistics.statistics_file import About, Inputs, Part, check_suffix, output_file
 
 TOKENS, WINDOW = 32768, 512
 DEFAULT_NAME = "the text that billfish carries"
-# The matrices that multiply each input of a layer, in the order of the native decoder's LayerInput. No layer has all.
-INPUTS = (
-    ATTENTION[:3],
-    ATTENTION[3:],
-    (*FEED_FORWARD[:2], ROUTER, *SHARED[:2]),
-    (FEED_FORWARD[2], SHARED[2]),
-    STACKS[:2],
-    STACKS[2:],
-)
 WRITABLE = (".safetensors", ".gguf")  # not .dat, which has no place for a layer after the other
 HEAD_INPUT = 0  # the one that the head has
+EMBEDDING_INPUT = -1  # of the first layer: rows of the embedding, which a model with embeddings per layer multiplies
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class Calibration:
     ) -> Calibration:
         """Raises for a model, a text or sizes that it cannot be computed for."""
         source = open_source(path)
-        config = read_config(source.fields, source.vocabulary)
+        config = describe(source.fields, source.vocabulary, source.tensors)
         window = min(WINDOW, config.context) if window is None else window
         if not 1 <= window <= config.context:
             raise DataError(bad_argument(CALL, "window", window, f"1 to {config.context}, the model's context"))
@@ -93,27 +87,22 @@ class Calibration:
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all matrices and stacks of experts, by GGUF's names."""
-        parts = self.tensors.matrices.values()
-        matrices = {part.name: (part.rows or part.shape[0], part.shape[1]) for part in parts}
-        return matrices | {f"{place}.weight": shape for place, shape in self.tensors.stacks.items()}
+        return {f"{part.name}.weight": part.shape for part in self.tensors.weights}
 
     @functools.cached_property
     def inputs(self) -> list[dict[int, Inputs]]:
         """The inputs of each layer, by LayerInput, and last that of the head."""
-        layers = [[[f"blk.{i}.{matrix}" for matrix in same] for same in INPUTS] for i in range(self.layers)]
-        found = [[(number, self._names(places)) for number, places in enumerate(layer)] for layer in layers]
-        found.append([(HEAD_INPUT, self._names(["head"]))])
-        return [{number: self._inputs(names) for number, names in layer if names} for layer in found]
+        layers = [inputs_of(block) for block in self.tensors.config.blocks]
+        found = [{i: self._inputs(parts) for i, parts in enumerate(layer) if parts} for layer in layers]
+        per_layer = self.tensors.config.per_layer_embedding
+        if per_layer is not None:
+            found[0][EMBEDDING_INPUT] = self._inputs((per_layer.projection,))
+        return [*found, {HEAD_INPUT: self._inputs((self.tensors.config.head,))}]
 
-    def _names(self, places: list[str]) -> tuple[str, ...]:
-        """The tensors for those of the places that the model has. A file may hold several as one."""
-        matrices, stacks = self.tensors.matrices, self.tensors.stacks
-        there = [place for place in places if place in matrices or place in stacks]
-        return tuple(dict.fromkeys(f"{p}.weight" if p in stacks else matrices[p].name for p in there))
-
-    def _inputs(self, names: tuple[str, ...]) -> Inputs:
-        """What these matrices multiply."""
-        *experts, _, k = self.shapes[names[0]]
+    def _inputs(self, parts: Sequence[Matrix | Stack]) -> Inputs:
+        """What these matrices multiply. A file may hold several as one."""
+        *experts, _, k = parts[0].shape
+        names = tuple(dict.fromkeys(f"{part.name}.weight" for part in parts))
         return Inputs(names, (*experts, k), self.hessian)
 
     @property
@@ -159,10 +148,15 @@ class Layers:
         inputs = self._calibration.inputs[layer]
         sums = {number: Sums(known.shape, self._calibration.hessian) for number, known in inputs.items()}
         self._room.mkdir(exist_ok=True)
+        model, last = self._calibration.tensors.config, self._calibration.layers
+        needed = {str(layer), *(str(model.source(later)) for later in range(layer, last))}
         for path in self._room.iterdir():  # the layer before is written, so nobody goes back to what it began with
-            if path.name != str(layer):
+            if path.name not in needed:
                 path.unlink()
-        if layer == self._calibration.layers:
+        if EMBEDDING_INPUT in sums:
+            for states in self._states(layer):
+                sums[EMBEDDING_INPUT].add(states)
+        if layer == last:
             for states in self._states(layer):
                 sums[HEAD_INPUT].add(self._decoder.normalize(states))
         else:
@@ -172,10 +166,11 @@ class Layers:
     def _pass(self, layer: int, observe: Observe | None) -> None:
         """All windows through a layer, to the file of the next."""
         decoder, windows = self._decoder, self._calibration.windows
-        cache = decoder.cache(max(map(len, windows)))
+        cache, source = decoder.cache(max(map(len, windows))), decoder.config.source(layer)
+        before: Iterator[NDArray[np.float32] | None] = repeat(None) if source is None else self._states(source)
         with replacing(self._room / str(layer + 1)) as file:
-            for states in self._states(layer):
-                decoder.run_layer(layer, states, cache, observe)
+            for tokens, states in zip(windows, self._states(layer), strict=True):
+                decoder.run_layer(layer, tokens, states, next(before), cache, observe)
                 file.write(states.data)
                 self._bar.advance(len(states) / self._calibration.tokens, f"layer {layer}")
 

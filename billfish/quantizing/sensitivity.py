@@ -26,10 +26,10 @@ from billfish.core.format import Format, parse_format
 from billfish.core.progress import Progress
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import QuantizedTensor
-from billfish.llm.config import read_config
 from billfish.llm.evaluation import Truth, evaluate
 from billfish.llm.model import load
 from billfish.llm.model_files import open_source
+from billfish.models import describe
 from billfish.ops.matmul import dequantize
 from billfish.ops.quantization import quantize
 from billfish.quantizing.bit_plan import BitPlan, Choice, Matrix, choose_formats, plan_of
@@ -97,7 +97,7 @@ class Damage:
         self._source = open_source(path)
         self.matrices = self._matrices(wanted)
         content, self._text = named_text(text)
-        context = read_config(self._source.fields, self._source.vocabulary).context
+        context = describe(self._source.fields, self._source.vocabulary, self._source.tensors).context
         self._window = min(WINDOW, context)
         windows = windows_of(self._source.tokenizer(), content, TOKENS, self._window)
         self._tokens = [token for window in windows for token in window]

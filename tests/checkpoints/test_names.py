@@ -25,12 +25,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import billfish as bf
 from billfish.checkpoints.names.gguf_names import by_gguf_names
-from billfish.checkpoints.names.rope_scaling import llama3_factors, llama3_rule
 from billfish.checkpoints.tokenizer.gguf_tokenizer import read_metadata
 from billfish.checkpoints.write.tokenizer_files import tokenizer_files
 from billfish.cli.main import main
 from billfish.llm import default_model
 from billfish.llm import load as load_llm
+from billfish.models.rope import llama3_factors, llama3_rule
 
 TOKENS = torch.arange(3, 19)[None]
 SIZES = {

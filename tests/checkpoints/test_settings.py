@@ -9,33 +9,46 @@ import pytest
 from transformers import AutoConfig
 
 import billfish as bf
-from billfish.checkpoints.names.config_fields import completed
-from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF, fields_of
-from billfish.llm.config import Config, read_config
+from billfish.checkpoints.names.gguf_names import fields_of
+from billfish.models import MODEL_TYPES, describe, of_config
+from billfish.models.description import Attention, Block, Matrix, Model, Stack
 
 # Sizes that tensors have as well: those of others are refused there.
-SIZES = {"kv_heads": 0, "context": 0, "experts": None, "feed_forward": 0}
+WITHOUT_A_DEFAULT = {"glm4_moe": {"head_dim": 128}}  # what transformers fills in is none that can run
+SIZES = ("kv_heads", "experts", "size", "shares")
 
 
-def config_of(settings: dict) -> Config:
-    return read_config(fields_of(completed(settings), Path("model")), 96)
+def model_of(settings: dict) -> Model:
+    architecture = of_config(settings, "model")
+    return describe(fields_of(architecture, architecture.completed(settings), Path("model")), 96)
 
 
-def numbers_of(config: Config) -> dict:
-    """All but SIZES, and of experts what no tensor tells."""
-    mixture = None if config.experts is None else (config.experts.chosen, config.experts.renormalized)
-    return dataclasses.asdict(dataclasses.replace(config, **SIZES)) | {"mixture": mixture}
+def numbers_of(part: object) -> object:
+    """All numbers of a description that no tensor tells."""
+    if isinstance(part, (Matrix, Stack)):
+        return part.name
+    if isinstance(part, tuple):
+        return [numbers_of(each) for each in part]
+    if not dataclasses.is_dataclass(part):
+        return part
+    fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    return {name: numbers_of(value) for name, value in fields.items() if name not in (*SIZES, "context")}
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURE_OF)
+def attention_of(block: Block) -> Attention:
+    assert isinstance(block.mixer, Attention)
+    return block.mixer
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_setting_that_is_not_named_is_what_transformers_takes_for_it(model_type):
     """Or it is refused. Each setting in turn is left out."""
-    whole = AutoConfig.for_model(model_type).to_dict()
-    expected, compared = config_of(whole), 0
+    whole = AutoConfig.for_model(model_type).to_dict() | WITHOUT_A_DEFAULT.get(model_type, {})
+    expected, compared = model_of(whole), 0
     for name in whole:
         rest = {other: value for other, value in whole.items() if other != name}
         try:
-            found = config_of(rest)
+            found = model_of(rest)
         except (bf.CheckpointError, bf.ModelError):
             continue
         assert numbers_of(found) == numbers_of(expected), name
@@ -48,19 +61,19 @@ def test_a_setting_that_is_not_named_is_what_transformers_takes_for_it(model_typ
 def test_null_is_not_the_default():
     """Gemma 2 without caps says so."""
     whole = AutoConfig.for_model("gemma2").to_dict()
-    config = config_of(whole | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
-    assert (config.attention_cap, config.logit_cap) == (0, 0)
+    model = model_of(whole | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert (attention_of(model.blocks[0]).cap, model.logit_cap) == (0, 0)
 
 
 def test_the_base_may_be_beside_a_rule_of_the_older_name():
     whole = AutoConfig.for_model("qwen3").to_dict()
     whole["rope_scaling"] = {"type": "linear", "factor": 2.0}
     whole["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6}
-    assert config_of(whole).rope_base == 5e6
+    assert model_of(whole).ropes[0].base == 5e6
 
 
 def test_heads_that_rotate_in_part_are_refused_wherever_that_is_said():
     whole = AutoConfig.for_model("llama").to_dict()
     whole["rope_parameters"]["partial_rotary_factor"] = 0.5
     with pytest.raises(bf.CheckpointError, match=r"partial_rotary_factor.*0\.5.*1 for llama"):
-        config_of(whole)
+        model_of(whole)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+import shutil
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -21,8 +24,11 @@ from stack_models import gpt_oss_folder
 import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import _cpu
+from billfish.checkpoints.names.gguf_names import by_gguf_names
 from billfish.llm import devices, load
-from billfish.llm.architectures import ARCHITECTURES
+from billfish.llm.cpu import CpuDecoder
+from billfish.models import ARCHITECTURES
+from billfish.models.description import ShortConvolution
 
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 
@@ -60,6 +66,28 @@ def test_a_folder_gives_the_logits_of_transformers(folder_of, name):
 def test_a_gguf_file_gives_the_logits_of_transformers(folder_of, name, tmp_path):
     bf.convert(folder_of(name), tmp_path / "m.gguf", "gguf")
     assert close(load(tmp_path / "m.gguf", device="cpu").logits(TOKENS), in_transformers(folder_of(name), TOKENS))
+
+
+@EVERY_MODEL
+def test_names_are_those_of_gguf(folder_of, name):
+    """Its own tables are the judge."""
+    arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == MODELS[name][0])
+    known = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[arch]}
+    for tensor in by_gguf_names(bf.load(folder_of(name))):
+        module = re.sub(r"^blk\.\d+", "blk.{bid}", tensor.rpartition(".")[0])
+        if not (MODELS[name][0] == "gemma4" and module.endswith(("ffn_gate_exps", "ffn_up_exps"))):  # or both as one
+            assert module in known, tensor
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "gemma4-moe"])
+def test_gate_and_up_may_be_one_stack(folder_of, name, tmp_path):
+    bf.convert(folder_of(name), tmp_path / "apart.gguf", "gguf")
+    rewritten(tmp_path / "apart.gguf", tmp_path / "joined.gguf", {}, joined=True)
+    assert "blk.1.ffn_gate_up_exps.weight" in bf.load(tmp_path / "joined.gguf")
+    apart, joined = (load(tmp_path / f"{file}.gguf", device="cpu").logits(TOKENS) for file in ("apart", "joined"))
+    assert_same_bits(apart, joined)
+    bf.convert(tmp_path / "joined.gguf", tmp_path / "back", "plain")
+    assert_same_bits(load(tmp_path / "back", device="cpu").logits(TOKENS), apart)
 
 
 @EVERY_MODEL
@@ -198,8 +226,8 @@ def test_a_text_that_is_not_finite_spoils_no_other(folder_of, activations, monke
 # ---- what cannot run -------------------------------------------------------------------------------------------------
 
 
-def rewritten(source, path, fields: dict, without: str = ""):
-    """A GGUF file with other fields, or without a tensor."""
+def rewritten(source, path, fields: dict, without: str = "", joined: bool = False):
+    """A GGUF file with other fields, without a tensor, or with experts' gate and up as one stack."""
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(path, architecture)
@@ -211,9 +239,15 @@ def rewritten(source, path, fields: dict, without: str = ""):
     for name, value in fields.items():
         if value is not None:
             writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
-    for tensor in reader.tensors:
-        if tensor.name != without:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.name != without}
+    for name, tensor in tensors.items():
+        data = tensor.data
+        if joined and "ffn_up_exps" in name:
+            continue
+        if joined and "ffn_gate_exps" in name:
+            data = np.concatenate([data, tensors[name.replace("gate", "up")].data], axis=1)
+            name = name.replace("gate", "gate_up")
+        writer.add_tensor(name, data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -309,6 +343,37 @@ def test_settings_that_cannot_run_are_named(folder_of, tmp_path, name, settings,
         load(tmp_path, device="cpu")
 
 
+def test_a_mixer_without_kernels_is_refused_by_name(folder_of):
+    tensors = copy.copy(load(folder_of("llama3"), device="cpu").decoder.tensors)
+    block = tensors.config.blocks[0]
+    matrix = block.mixer.q
+    blocks = (replace(block, mixer=ShortConvolution(3, matrix, matrix, matrix)),)
+    tensors.config = replace(tensors.config, blocks=blocks)
+    with pytest.raises(bf.ModelError, match=r"layer 0.*ShortConvolution"):
+        CpuDecoder(tensors)
+    assert devices.missing(tensors.config) == ["ShortConvolution"]
+
+
+def test_blocks_that_draft_are_kept_and_not_run(folder_of, tmp_path):
+    """GLM's files have a layer behind the last, which predicts a second token."""
+    shutil.copytree(folder_of("glm4moe"), tmp_path / "in")
+    arrays = load_file(tmp_path / "in" / "model.safetensors")
+    last = {name.replace("layers.2.", "layers.3."): array for name, array in arrays.items() if "layers.2." in name}
+    more = {f"model.layers.3.{name}.weight": np.ones(64, np.float32) for name in ("enorm", "hnorm", "shared_head.norm")}
+    more |= {"model.layers.3.eh_proj.weight": np.ones((64, 128), np.float32)}
+    save_file(arrays | last | more, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    edit(tmp_path / "in" / "config.json", num_nextn_predict_layers=1)
+    bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
+    assert "blk.3.nextn.eh_proj.weight" in bf.load(tmp_path / "m.gguf")
+    expected = load(folder_of("glm4moe"), device="cpu").logits(TOKENS)
+    for path in (tmp_path / "in", tmp_path / "m.gguf"):
+        model = load(path, device="cpu")
+        assert (model.config.layers, model.config.draft_blocks) == (3, 1)
+        assert_same_bits(model.logits(TOKENS), expected)
+    bf.convert(tmp_path / "m.gguf", tmp_path / "back", "plain")
+    assert load_file(tmp_path / "back" / "model.safetensors").keys() == (arrays | last | more).keys()
+
+
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 
@@ -316,7 +381,7 @@ def test_settings_that_cannot_run_are_named(folder_of, tmp_path, name, settings,
     ("name", "features"),
     [
         ("gpt-oss", "experts, sliding windows, attention sinks, rotations with a magnitude"),
-        ("gemma3", "sliding windows, norms behind attention and feed-forward part, layers that rotate differently, "
+        ("gemma3", "sliding windows, post-norms, layers that rotate differently, "
                    "queries with a scale of their own"),
         ("olmoe", "experts, norms over all heads"),
     ],

@@ -77,7 +77,7 @@ def test_any_number_of_threads_gives_the_same_bits(path_of, name, cache_type):
 def test_float16_takes_half_the_memory_and_rounds_to_nearest(path_of):
     model = load(path_of("alone"))
     exact, half = model.cache(), load(path_of("alone"), cache_type="float16").cache()
-    assert (exact.keys.dtype, half.keys.dtype) == (np.float32, np.float16)
+    assert (exact.state.keys(0).dtype, half.state.keys(0).dtype) == (np.float32, np.float16)
     assert half.nbytes == exact.nbytes // 2
     half.config = exact.config  # what it is beside its model's
     for cache in (exact, half):
@@ -94,7 +94,7 @@ def test_what_is_too_large_for_float16_becomes_its_largest_number(path_of):
     model = load(path_of("alone"), convert=enlarged, cache_type="float16")
     cache = model.cache()
     hidden = model.decoder.run([(cache, TOKENS[:8])], "exact")
-    assert np.abs(cache.values).max() == 65504
+    assert np.abs(cache.state.values(0)).max() == 65504
     assert np.isfinite(hidden).all()
 
 

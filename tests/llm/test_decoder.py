@@ -162,7 +162,8 @@ def test_huge_scores_do_not_overflow(path_of):
     model = load(path)
     cache = model.cache()
     model.decoder.run([(cache, TOKENS)], "exact")
-    cache.keys[...] *= np.float32(1e4)
+    for layer in range(model.config.layers):
+        cache.state.keys(layer)[...] *= np.float32(1e4)
     assert np.isfinite(model.decoder.run([(cache, [5])], "exact")).all()
 
 

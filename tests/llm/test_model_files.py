@@ -70,5 +70,5 @@ def test_frequencies_in_old_files_are_left_alone(tmp_path):
 def test_a_factor_of_positions_needs_no_type(tmp_path, field):
     """As llama.cpp reads it; the second name is of old files."""
     write_model(tmp_path / "model.gguf", Small(fields={f"llama.{field}": 2.0}))
-    scaling = load(tmp_path / "model.gguf", device="cpu").config.rope_scaling
+    scaling = load(tmp_path / "model.gguf", device="cpu").config.ropes[0].scaling
     assert (scaling.kind, scaling.factor) == ("linear", 2.0)

@@ -19,7 +19,16 @@ from billfish.statistics.inputs import InputStatistics
 
 TEXT = "ab abba, what is this? A few words of a text; 12 numbers and more. " * 6
 MIXTURES = [name for name, (_, _, settings) in MODELS.items() if "num_experts" in settings]
-OTHERS = ["gemma2", "gemma3", "phi3-longrope", "smollm3", "qwen3-yarn"]  # norms, windows, caps, joined matrices
+OTHERS = [
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "glm4moe",
+    "olmo2",
+    "phi3-longrope",
+    "smollm3",
+    "qwen3-yarn",
+]  # norms, windows, caps, joined matrices
 
 
 @pytest.fixture(scope="module")

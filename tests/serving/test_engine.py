@@ -231,7 +231,7 @@ def test_a_full_queue_refuses_at_once(model, monkeypatch):
 def test_memory_is_set_aside_at_the_start(model):
     config = model.config
     with Engine(model, streams=3, context=128) as engine:
-        positions = 2 * 4 * config.layers * config.kv_heads * config.head_size
+        positions = sum(2 * 4 * block.mixer.kv_heads * block.mixer.head_size for block in config.blocks)
         assert engine.counts().cache_bytes_bound == 3 * 128 * positions
         rng = random.Random(8)
         caches = [slot.cache for slot in engine._slots._slots]

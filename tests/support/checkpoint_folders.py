@@ -12,7 +12,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 import billfish as bf
-from billfish.checkpoints.names.gguf_names import LAYER, TOP
+from billfish.models.architecture import LAYER, TOP
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

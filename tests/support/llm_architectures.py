@@ -86,6 +86,95 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi3": ("phi3", "phi3", {"sliding_window": 7, "pad_token_id": 2}),
     "phi3-longrope": ("phi3", "phi3", {"rope_parameters": LONGROPE, "head_dim": 16, "pad_token_id": 2}),
     "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 5}),
+    "olmo2": ("olmo2", "olmo2", {"head_dim": 16}),
+    "olmo3": (
+        "olmo2",
+        "olmo3",
+        {
+            "sliding_window": 7,
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "glm4moe": (
+        "glm4moe",
+        "glm4_moe",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "num_nextn_predict_layers": 0,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "glm4moe-air": (
+        "glm4moe",
+        "glm4_moe",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "n_shared_experts": 2,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "ernie4_5": ("ernie4_5", "ernie4_5", {"use_bias": True}),
+    "seed_oss": ("seed_oss", "seed_oss", {"attention_out_bias": True}),
+    "minimax-m2": (
+        "minimax-m2",
+        "minimax_m2",
+        {**EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "ministral3": (
+        "mistral3",
+        "ministral3",
+        {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
+    ),
+}
+GEMMA4 = {
+    "sliding_window": 7,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "final_logit_softcapping": 3.0,
+}
+MODELS |= {
+    "gemma4": (  # as E2B
+        "gemma4",
+        "gemma4_text",
+        GEMMA4
+        | {
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 96,
+        },
+    ),
+    "gemma4-moe": (  # as 26B-A4B
+        "gemma4",
+        "gemma4_text",
+        GEMMA4
+        | {
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 48,
+        },
+    ),
 }
 TOKENS = [3 + (7 * i * i + 3 * i) % 64 for i in range(48)]
 

@@ -36,6 +36,9 @@ def write_random(folder: Path, model_type: str, dtype: torch.dtype = torch.float
     for name, numbers in model.named_parameters():
         if numbers.ndim == 1 or name.endswith("bias"):  # norms and biases begin as ones or zeros
             numbers.data += 0.3 * torch.randn(numbers.shape)
+    state = model.state_dict()
+    for name in sorted(set(state) - {name for name, _ in model.named_parameters(remove_duplicate=False)}):
+        state[name].data += 0.3 * torch.randn(state[name].shape)  # buffers, as those of routers
     model.to(dtype).save_pretrained(folder)
     write_tokenizer(folder)
 

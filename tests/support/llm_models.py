@@ -11,8 +11,8 @@ import numpy as np
 
 import billfish as bf
 from billfish.checkpoints.layouts.gguf import ggml_names
-from billfish.checkpoints.names.gguf_names import LAYER, TOP
 from billfish.checkpoints.tokenizer.tokenizer import BYTE, CONTROL, NORMAL, byte_characters
+from billfish.models.architecture import LAYER, TOP
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"

@@ -1,4 +1,4 @@
-"""As much of vLLM as billfish.vllm imports: the classes that it is handed, and none of what they do.
+"""As much of vLLM as billfish.nn.vllm imports: the classes that it is handed, and none of what they do.
 
 `make test-vllm` runs the plug-in in the real one.
 """
@@ -113,5 +113,5 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0+cpu") -> Non
         monkeypatch.setitem(sys.modules, path, module)
     monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
     for part in ("config", "experts", "linear", "refusal"):
-        monkeypatch.delitem(sys.modules, f"billfish.vllm.{part}", raising=False)
+        monkeypatch.delitem(sys.modules, f"billfish.nn.vllm.{part}", raising=False)
     monkeypatch.setattr(sys.modules[__name__], "REGISTERED", {})

@@ -16,48 +16,42 @@ class Description:
 
 # Weights, their stream, the bias, and the order of their columns.
 PackedMatrix = tuple[Description, NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]
-# The router; gate, up and down; how many experts a row takes, whether weights are renormalized, their scale; the gate
-# of the shared expert.
-PackedMixture = tuple[PackedMatrix, list[ExpertArrays], int, bool, float, NDArray[Any] | None]
+
+class SequenceState:
+    def __init__(self, shapes: list[tuple[int, int, int]], half: bool, capacity: int) -> None: ...
+    def reserve(self, start: int, count: int, capacity: int) -> None: ...
+    def copy(self, other: SequenceState, length: int) -> None: ...
+    def restorable(self, length: int) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def keys(self, layer: int) -> NDArray[Any]: ...
+    def values(self, layer: int) -> NDArray[Any]: ...
 
 class Decoder:
     def __init__(
-        self,
-        level: str,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
-        head_size: int,
-        feed_forward: int,
-        epsilon: float,
-        query_scale: float,
-        residual_scale: float,
-        attention_cap: float,
-        logit_cap: float,
-        adjacent: bool,
-        gate: int,
-        joint_norms: bool,
-        rotations: list[tuple[list[float], float]],
+        self, level: str, hidden: int, epsilon: float, logit_cap: float, ropes: list[dict[str, Any]]
     ) -> None: ...
-    def add_layer(
-        self,
-        vectors: list[NDArray[Any] | None],
-        window: int,
-        rotation: int,
-        matrices: list[PackedMatrix],
-        mixture: PackedMixture | None,
-    ) -> None: ...
+    def add_block(self, block: dict[str, Any]) -> None: ...
+    def set_per_layer_embedding(self, about: dict[str, Any]) -> None: ...
+    def add_layer_inputs(self, x: NDArray[Any], rows: NDArray[Any], digits: int) -> None: ...
     def set_embedding(self, blocks: NDArray[Any], about: dict[str, Any]) -> None: ...
     def embed(self, tokens: list[int], out: NDArray[Any]) -> None: ...
     def set_head(self, norm: NDArray[Any], matrix: PackedMatrix) -> None: ...
     def run(
-        self, x: NDArray[Any], passages: list[tuple[NDArray[Any], NDArray[Any], int, int]], digits: int
+        self,
+        x: NDArray[Any],
+        passages: list[tuple[SequenceState, int, int]],
+        digits: int,
+        layer_inputs: NDArray[Any] | None,
     ) -> None: ...
     def run_layers(
         self,
         x: NDArray[Any],
-        passages: list[tuple[NDArray[Any], NDArray[Any], int, int]],
+        passages: list[tuple[SequenceState, int, int]],
         digits: int,
+        layer_inputs: NDArray[Any] | None,
         first: int,
         last: int,
         observe: Callable[[int, int, int, NDArray[Any]], object] | None,

@@ -36,7 +36,7 @@ from billfish.checkpoints.layouts.packed_words import (
     why_not,
     word_format,
 )
-from billfish.checkpoints.safetensors_files import CALL, Stored, section
+from billfish.checkpoints.safetensors_files import CALL, Stored
 from billfish.checkpoints.write.recast import Misfit, holds
 from billfish.checkpoints.write.target import Item, Spec, Target, model_type
 from billfish.core.arrays import bfloat16
@@ -45,6 +45,7 @@ from billfish.core.format import Format, Planes
 from billfish.core.formats.word_packing import WordFormat, pack_words
 from billfish.core.storage import Array, Storage
 from billfish.core.tensor import QuantizedTensor
+from billfish.models.fields import section
 
 PARTS = (
     "weight_packed",

@@ -30,12 +30,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.checkpoints.entry import Entry, Matrix
-from billfish.checkpoints.safetensors_files import CALL, Stored, section
+from billfish.checkpoints.safetensors_files import CALL, Stored
 from billfish.checkpoints.write.target import Item, Spec, Target, storage_specs
 from billfish.core.errors import CheckpointError, FormatError, bad_argument, failure
 from billfish.core.format import FORMATS, Format
 from billfish.core.format_tag import ABOUT, About
 from billfish.core.storage import Array, Storage
+from billfish.models.fields import section
 
 MARKER = "weight"
 BESIDE = ("permutation", ABOUT, MARKER)  # parts of a module that are in no format's storage

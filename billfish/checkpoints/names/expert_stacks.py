@@ -23,12 +23,12 @@ from billfish.checkpoints.derived import Joined, OneExpert, Renamed, SomeRows, S
 from billfish.checkpoints.entry import Entry
 from billfish.checkpoints.safetensors_files import CALL
 from billfish.core.errors import CheckpointError, bad_argument, failure
+from billfish.models import Architecture
+from billfish.models.architecture import EXPERT_COUNTS, ExpertFiles
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 GRANITE = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
-STACKED_FILES = ("gpt_oss", "granitemoe")  # models whose files have stacks; others' have a matrix for each expert
-COUNTS = ("num_local_experts", "num_experts")  # names in config.json
 
 _ONE = re.compile(r"(.+\.experts)\.(\d{1,6})\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.(weight|bias)")
 _STACK = re.compile(
@@ -90,8 +90,7 @@ def one_by_one(checkpoint: Checkpoint) -> Checkpoint:
     if not any(len(checkpoint.describe(name).shape) == 3 and _STACK.fullmatch(name) for name in checkpoint):
         return checkpoint
     whole = by_stacks(checkpoint)
-    mixtral = checkpoint.config.get("model_type") == "mixtral"
-    short = {long: name for name, long in MIXTRAL.items()} if mixtral else {}
+    short = {long: name for name, long in MIXTRAL.items()} if _files(checkpoint.config) == "mixtral" else {}
     entries, origins = dict[str, Entry](), list[str]()
     for name in whole:
         entry, (module, _, kind) = whole.entry(name), name.rpartition(".")
@@ -110,7 +109,7 @@ def one_by_one(checkpoint: Checkpoint) -> Checkpoint:
 def by_mlx_stacks(checkpoint: Checkpoint) -> Checkpoint:
     """The same tensors with all experts as stacks, as mlx-lm names them."""
     whole = by_stacks(checkpoint)
-    if checkpoint.config.get("model_type") == "gpt_oss":  # whose block is called `experts` there
+    if _files(checkpoint.config) == "gpt_oss":  # whose block is called `experts` there
         return whole
     entries, origins = dict[str, Entry](), list[str]()
     for name in whole:
@@ -123,12 +122,12 @@ def by_mlx_stacks(checkpoint: Checkpoint) -> Checkpoint:
 
 def by_transformers_stacks(checkpoint: Checkpoint) -> Checkpoint:
     """The same tensors with experts as transformers' files have them: of some models stacks, of most one by one."""
-    kind = checkpoint.config.get("model_type")
-    if kind not in STACKED_FILES:
+    files = _files(checkpoint.config)
+    if files in ("apart", "mixtral"):
         return one_by_one(checkpoint)
     if not any(map(is_stack, checkpoint)):  # the names are those of such files
         return checkpoint
-    gpt_oss, entries, origins = kind == "gpt_oss", dict[str, Entry](), list[str]()
+    gpt_oss, entries, origins = files == "gpt_oss", dict[str, Entry](), list[str]()
     for name in checkpoint:
         entry, new = checkpoint.entry(name), name
         match = _STACK.fullmatch(name) if is_stack(name) else None
@@ -138,7 +137,8 @@ def by_transformers_stacks(checkpoint: Checkpoint) -> Checkpoint:
             projection = match[2].replace("gate_", "gate_up_")
             linear = next(theirs for theirs, ours in GRANITE.items() if ours == projection)
             bias = "_bias" if match[4] else ""
-            new = f"{match[1]}.experts.{projection}{bias}" if gpt_oss else f"{match[1]}.{linear}.weight"
+            granite = files == "granite"
+            new = f"{match[1]}.{linear}.weight" if granite else f"{match[1]}.experts.{projection}{bias}"
             if match[2] == "gate_proj":
                 entry = Joined(new, entry, checkpoint.entry(name.replace("gate_proj", "up_proj")), in_turn=gpt_oss)
             if entry.description.format is None and is_turned(new, checkpoint.config):
@@ -153,7 +153,7 @@ def is_turned(name: str, config: Mapping[str, Any]) -> bool:
     """Whether a plain tensor of that name is a stack [E, K, N], as gpt-oss has them: x is multiplied from the left."""
     match = _STACK.fullmatch(name)
     bare = match is not None and bool(match[2]) and name.endswith("_proj")
-    return bare and config.get("model_type") == "gpt_oss"
+    return bare and _files(config) == "gpt_oss"
 
 
 def upright(checkpoint: Checkpoint) -> Checkpoint:
@@ -175,7 +175,7 @@ def _stacks_of(name: str, checkpoint: Checkpoint) -> Iterator[tuple[str, Entry]]
         yield name, entry
         return
     parts, _ = stacks_in(name)
-    in_turn = about.layout == "gpt-oss" or checkpoint.config.get("model_type") == "gpt_oss"
+    in_turn = about.layout == "gpt-oss" or _files(checkpoint.config) == "gpt_oss"
     if about.format is None and axes == 3 and is_turned(name, checkpoint.config):
         entry = Turned(entry)
     if len(parts) == 1:
@@ -191,6 +191,12 @@ def _stacks_of(name: str, checkpoint: Checkpoint) -> Iterator[tuple[str, Entry]]
     halves = (slice(0, None, 2), slice(1, None, 2)) if in_turn else (slice(0, rows // 2), slice(rows // 2, None))
     for half, new in zip(halves, parts, strict=True):
         yield new, SomeRows(entry, new, half)
+
+
+def _files(config: Mapping[str, Any]) -> ExpertFiles:
+    """How folders of a model have its experts."""
+    known = (each.expert_files for each in Architecture.known if each.model_type == config.get("model_type"))
+    return next(known, "apart")
 
 
 def _name(block: str, projection: str, name: str) -> str:
@@ -209,7 +215,7 @@ def _block(stack: str) -> str:
 
 def _counts(config: Mapping[str, Any], matrices: Mapping[str, Mapping[int, str]]) -> dict[str, int]:
     """How many experts each block must have: what the configuration says, or the most that a stack of it has."""
-    declared = next((config[name] for name in COUNTS if type(config.get(name)) is int and config[name] > 0), 0)
+    declared = next((config[name] for name in EXPERT_COUNTS if type(config.get(name)) is int and config[name] > 0), 0)
     counts: dict[str, int] = {}
     for stack, members in matrices.items():
         counts[_block(stack)] = declared or max(counts.get(_block(stack), 0), max(members) + 1)

@@ -42,7 +42,6 @@ from billfish.checkpoints.names.gguf_names import (
     is_gguf_name,
     model_config,
 )
-from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
 from billfish.checkpoints.reports import ConversionReport, Done, Remark, Written
 from billfish.checkpoints.safetensors_files import TYPES
 from billfish.checkpoints.write.plan import Plan, Settings, plan, refuse
@@ -60,6 +59,7 @@ from billfish.core.errors import BackendUnavailable, CheckpointError, ModelError
 from billfish.core.files import read_whole
 from billfish.core.progress import OnProgress
 from billfish.core.version import __version__
+from billfish.models import MODEL_TYPES
 
 TARGETS: dict[str, type[Target]] = {
     target.name: target
@@ -162,7 +162,7 @@ def _named_for_gguf(call: str, checkpoint: Checkpoint, settings: Settings) -> Ch
         kind = checkpoint.config.get("model_type")
         problem = f"GGUF has no names for the tensors of {checkpoint.path} (model_type {kind!r})"
         fix = (
-            f"Supported are {', '.join(ARCHITECTURE_OF)}, with all sizes in config.json."
+            f"Supported are {', '.join(MODEL_TYPES)}, with all sizes in config.json."
             " --raw-names (raw_names=True) keeps the tensor names, in a file that only bf.load reads."
         )
         raise CheckpointError(failure(call, problem, fix))

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, Protocol
 
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.mixes import Mix
-from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
 from billfish.checkpoints.write.target import is_sensitive
 from billfish.core.errors import CheckpointError, failure
 from billfish.core.format import Format
+from billfish.models import MODEL_TYPES
 
 # What is usually left as it is: embeddings, the LM head, norms and routers.
 SENSITIVE = re.compile(
@@ -85,7 +85,7 @@ class Quantization:
         """Raises if there are statistics of another model."""
         if self.statistics is not None:
             kind = checkpoint.config.get("model_type")
-            architecture = checkpoint.metadata.get("general.architecture") or ARCHITECTURE_OF.get(str(kind), "")
+            architecture = checkpoint.metadata.get("general.architecture") or MODEL_TYPES.get(str(kind), "")
             self.statistics.check_model("quantize", str(architecture), checkpoint)
 
     def settings(self, name: str, shape: tuple[int, ...], expert: int | None = None) -> tuple[str, dict[str, Any]]:

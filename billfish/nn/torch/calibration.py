@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
 from billfish.core.errors import DataError, DTypeError, bad_argument, failure, type_of
 from billfish.core.progress import Progress
+from billfish.models import MODEL_TYPES
 from billfish.statistics.inputs import CALL, InputStatistics, Sums
 from billfish.statistics.statistics import Statistics
 
@@ -55,9 +55,7 @@ def calibrate(model: Any, batches: Iterable[Any], *, hessian: bool = False, prog
                 model(batch)
             bar.advance(1)
     kind = str(getattr(getattr(model, "config", None), "model_type", ""))
-    return Statistics(
-        watch.found(), architecture=ARCHITECTURE_OF.get(kind, kind), shapes=watch.shapes, texts=("batches",)
-    )
+    return Statistics(watch.found(), architecture=MODEL_TYPES.get(kind, kind), shapes=watch.shapes, texts=("batches",))
 
 
 class DeviceSums:

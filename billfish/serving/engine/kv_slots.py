@@ -48,7 +48,7 @@ class Cuts:
 def cuts_for(decoder: Decoder, activations: Activations | None) -> Cuts:
     """Which rows an expert gets depends on the part, and in exact mode its kernels on how many: parts are chunks then,
     as of a prompt alone."""
-    whole = activations == "exact" and decoder.config.experts is not None
+    whole = activations == "exact" and decoder.config.has_experts
     return Cuts(decoder.chunk, decoder.chunk if whole else SMALLEST)
 
 
@@ -62,9 +62,8 @@ class Slot:
         self.last_used = -1
 
     def hold(self, length: int) -> None:
-        """Its first tokens alone."""
-        del self.cache.tokens[length:]
-        self.read = min(self.read, length)
+        """Its first tokens alone, which are restorable."""
+        self.read = min(self.read, self.cache.rollback(length))
 
 
 class Slots:
@@ -125,7 +124,7 @@ class Slots:
 
         def length(slot: Slot) -> int:
             tokens = slot.cache.tokens[: slot.read] if self._exact else slot.cache.tokens
-            return self._cuts.reusable(shared_length(tokens, prompt), len(prompt))
+            return slot.cache.restorable(self._cuts.reusable(shared_length(tokens, prompt), len(prompt)))
 
         best = max(self._slots, key=lambda slot: (length(slot), not slot.taken))
         return best, length(best)

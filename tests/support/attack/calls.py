@@ -269,9 +269,9 @@ def foreign_cache(rng: random.Random) -> Any:
     """A cache of sizes that are not the model's, or of another capacity."""
     model = small_model()
     c = model.config
-    wrong = dataclasses.replace(
-        c, **{rng.choice(["layers", "kv_heads", "head_size", "context"]): rng.choice([1, 2, 16])}
-    )
+    mixer = dataclasses.replace(c.blocks[0].mixer, **{rng.choice(["kv_heads", "head_size"]): rng.choice([1, 2, 16])})
+    block = dataclasses.replace(c.blocks[0], mixer=mixer)
+    wrong = dataclasses.replace(c, **rng.choice([{"context": rng.choice([1, 2, 16])}, {"blocks": (block,)}]))
     cache = CpuCache(rng.choice([c, wrong]), rng.choice([0, 1, 16, 100, -1, 2**40, 0.5]))
     return "".join(model.generate([1, 2, 3], max_tokens=3, cache=cache))
 

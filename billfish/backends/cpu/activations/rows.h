@@ -25,6 +25,11 @@ class Rows {
   // For m rows of x; digits: 0 for exact, 1 for q8, 2 for q16.
   void begin(const Level& level, int64_t m, int64_t k, int digits) { level_ = &level, m_ = m, k_ = k, digits_ = digits, used_ = 0; }
 
+  // The same, unless it has begun so already.
+  void begin_for(const Level& level, int64_t m, int64_t k, int digits) {
+    if (level_ != &level || m_ != m || k_ != k || digits_ != digits) begin(level, m, k, digits);
+  }
+
   // make(row, out) writes row `row` of x [k], on several threads. `weights` are those that come next in multiply().
   template <class Make> void fill(const std::vector<const Weights*>& weights, Make make) {
     expect(weights);

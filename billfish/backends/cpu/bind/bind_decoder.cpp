@@ -7,8 +7,10 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <deque>
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include "bind/bind.h"
 #include "decoder/decoder.h"
@@ -24,45 +26,69 @@ using Order = Contiguous<const int32_t>;
 // Packed weights and, where there are any, the bias and the order of their columns. Matrices with one order share its array.
 using PackedMatrix = std::tuple<Description, Contiguous<const uint8_t>, std::optional<Numbers>, std::optional<Order>>;
 
-// The router; gate, up and down; then as in Mixture.
-using PackedMixture = std::tuple<PackedMatrix, std::vector<ExpertArrays>, int64_t, bool, float, std::optional<Numbers>>;
-
-// Keys, values (both float32 or both float16), start, count.
-using KeysOrValues = nb::ndarray<nb::c_contig, nb::device::cpu>;
-using PythonPassage = std::tuple<KeysOrValues, KeysOrValues, int64_t, int64_t>;
+// A sequence's state, start, count.
+using PythonPassage = std::tuple<const SequenceState*, int64_t, int64_t>;
 
 std::vector<Passage> passages_of(const std::vector<PythonPassage>& rows) {
   std::vector<Passage> passages;
-  for (const auto& [keys, values, start, count] : rows)
-    passages.push_back({{keys.data(), values.data(), keys.dtype().bits == 16, int64_t(keys.shape(2)) * CACHE_BLOCK}, start, count});
+  for (const auto& [state, start, count] : rows) passages.push_back({state, start, count});
   return passages;
 }
+
+// Keys or values of a layer: [kv_heads, blocks, CACHE_BLOCK * head_size], in memory of the state.
+nb::ndarray<nb::numpy> numbers_of(nb::handle self, int64_t layer, bool keys) {
+  const SequenceState& state = nb::cast<const SequenceState&>(self);
+  const KeysAndValues& own = state.layer(layer);
+  const HeadCache first = own.head(0);
+  const size_t shape[3] = {size_t(own.shape().kv_heads), size_t(own.positions() / CACHE_BLOCK), size_t(CACHE_BLOCK * own.shape().head_size)};
+  return {keys ? first.keys : first.values, 3, shape, self, nullptr, nb::dlpack::dtype{uint8_t(nb::dlpack::dtype_code::Float), uint8_t(state.half() ? 16 : 32), 1}};
+}
+
+// A dictionary of Python, by field.
+class Named {
+ public:
+  explicit Named(nb::dict fields) : fields_(std::move(fields)) {}
+  template <class T> T get(const char* name) const { return nb::cast<T>(fields_[name]); }
+  bool has(const char* name) const { return fields_.contains(name) && !fields_[name].is_none(); }
+  Named part(const char* name) const { return Named(get<nb::dict>(name)); }
+
+ private:
+  nb::dict fields_;
+};
 
 // A Decoder and the arrays that it points into.
 class PythonDecoder {
  public:
-  PythonDecoder(const std::string& level, int64_t hidden, int64_t heads, int64_t kv_heads, int64_t head_size, int64_t feed_forward,
-                float epsilon, float query_scale, float residual_scale, float attention_cap, float logit_cap, bool adjacent, int gate,
-                bool joint_norms,
-                const std::vector<std::tuple<std::vector<double>, double>>& rotations)
-      : level_(find_level(level)), decoder_(level_, *level_.decoder,
-                 {hidden, heads, kv_heads, head_size, feed_forward, epsilon, query_scale, residual_scale, attention_cap, logit_cap, adjacent,
-                  Gate(gate), joint_norms},
-                 rotations_of(rotations)) {}
+  PythonDecoder(const std::string& level, int64_t hidden, float epsilon, float logit_cap, const std::vector<nb::dict>& ropes)
+      : level_(find_level(level)), decoder_(level_, *level_.decoder, {hidden, epsilon, logit_cap}, ropes_of(ropes)) {}
 
-  // vectors: as in LayerVectors. matrices: as in Layer; of layers with a mixture but no shared expert, the first four.
-  void add_layer(const std::vector<std::optional<Numbers>>& vectors, int64_t window, int rotation, const std::vector<PackedMatrix>& matrices,
-                 const std::optional<PackedMixture>& mixture) {
-    const float* v[7];
-    for (size_t i = 0; i < 7; i++) v[i] = keep(vectors[i]);
-    Matrix m[7]{};
-    for (size_t i = 0; i < matrices.size(); i++) m[i] = keep(matrices[i]);
-    Layer layer{{v[0], v[1], v[2], v[3], v[4], v[5], v[6]}, window, rotation, m[0], m[1], m[2], m[3], m[4], m[5], m[6], {}};
-    if (mixture) {
-      const auto& [router, stacks, chosen, renormalized, scale, shared_gate] = *mixture;
-      layer.mixture = Mixture{keep(router), keep(stacks[0]), keep(stacks[1]), keep(stacks[2]), chosen, renormalized, scale, keep(shared_gate)};
+  // A block of billfish/models/description.py, as dictionaries with its fields. "kind" is the class of a part; tensors are arrays.
+  void add_block(nb::dict block) {
+    const Named b(std::move(block));
+    std::optional<PerLayerInput> input;
+    if (b.has("per_layer_input")) {
+      const Named p = b.part("per_layer_input");
+      input = PerLayerInput{matrix(p, "gate"), matrix(p, "projection"), vector(p, "post_norm"), Gate(p.get<int>("activation"))};
     }
-    decoder_.add_layer(layer);
+    const float* output_scale = vector(b, "output_scale");
+    decoder_.add_block({attention(b.part("mixer")), feed_forward(b.part("feed_forward")), vector(b, "mixer_norm"), vector(b, "feed_forward_norm"),
+                        vector(b, "mixer_post_norm"), vector(b, "feed_forward_post_norm"), b.get<float>("residual_scale"), input,
+                        output_scale ? *output_scale : 1.0f});
+  }
+
+  // As PerLayerEmbedding has it.
+  void set_per_layer_embedding(nb::dict about) {
+    const Named p(std::move(about));
+    per_layer_ = PerLayerEmbedding{p.get<int64_t>("size"), p.get<int64_t>("layers"), matrix(p, "projection"), vector(p, "norm"), p.get<float>("scale"),
+                                   p.get<float>("projection_scale")};
+  }
+
+  // rows [m, layers * size] of the embedding per layer become the inputs of layers, in place.
+  void add_layer_inputs(Numbers x, Contiguous<float> rows, int digits) const {
+    const float* data = x.data();
+    const int64_t m = int64_t(x.shape(0));
+    const Computing computing;
+    decoder_.add_layer_inputs(per_layer_, data, m, digits, rows.data());
   }
 
   void set_embedding(Contiguous<const uint8_t> blocks, nb::dict about) {
@@ -82,25 +108,28 @@ class PythonDecoder {
 
   void set_head(Numbers norm, const PackedMatrix& matrix) { norm_ = keep(norm), head_ = keep(matrix); }
 
-  void run(Contiguous<float> x, const std::vector<PythonPassage>& rows, int digits) const {
+  // layer_inputs [rows, layers, size]: what PerLayerInput multiplies; None for other models.
+  void run(Contiguous<float> x, const std::vector<PythonPassage>& rows, int digits, std::optional<Numbers> layer_inputs) const {
     const std::vector<Passage> passages = passages_of(rows);
     float* data = x.data();
+    const float* inputs = layer_inputs ? layer_inputs->data() : nullptr;
     const Computing computing;
-    decoder_.run(data, passages, digits);
+    decoder_.run(data, inputs, passages, digits, 0, decoder_.layers(), nullptr);
   }
 
-  // observe(layer, input, expert, rows [count, width]); the rows are there while it runs.
-  void run_layers(Contiguous<float> x, const std::vector<PythonPassage>& rows, int digits, int64_t first, int64_t last,
+  // Layers [first, last). observe(layer, input, expert, rows [count, width]); the rows are there while it runs.
+  void run_layers(Contiguous<float> x, const std::vector<PythonPassage>& rows, int digits, std::optional<Numbers> layer_inputs, int64_t first, int64_t last,
                   std::optional<nb::callable> observe) const {
     const std::vector<Passage> passages = passages_of(rows);
     float* data = x.data();
+    const float* inputs = layer_inputs ? layer_inputs->data() : nullptr;
     Observe told = nullptr;
     if (observe) told = [&](int64_t layer, LayerInput input, int64_t expert, const float* seen, int64_t count, int64_t width) {
       nb::gil_scoped_acquire python;
       (*observe)(layer, int(input), expert, nb::ndarray<nb::numpy, const float, nb::ndim<2>>(seen, {size_t(count), size_t(width)}, nb::none()));
     };
     const Computing computing;
-    decoder_.run_layers(data, passages, digits, first, last, told);
+    decoder_.run(data, inputs, passages, digits, first, last, told);
   }
 
   void normalize(Numbers x, Contiguous<float> out) const {
@@ -125,11 +154,55 @@ class PythonDecoder {
   }
 
  private:
-  static std::vector<Rotation> rotations_of(const std::vector<std::tuple<std::vector<double>, double>>& tables) {
-    std::vector<Rotation> rotations;
-    for (const auto& [frequencies, magnitude] : tables) rotations.push_back({frequencies, magnitude});
-    return rotations;
+  static std::vector<Rope> ropes_of(const std::vector<nb::dict>& tables) {
+    std::vector<Rope> ropes;
+    for (const nb::dict& table : tables) {
+      const Named rope(table);
+      ropes.push_back({rope.get<std::vector<double>>("frequencies"), rope.get<double>("magnitude"), rope.get<bool>("adjacent")});
+    }
+    return ropes;
   }
+
+  // ---- parts of a block ------------------------------------------------------------------------------------------------
+
+  Attention attention(const Named& a) {
+    const int64_t heads = a.get<int64_t>("heads"), kv_heads = a.get<int64_t>("kv_heads"), size = a.get<int64_t>("head_size");
+    std::optional<Matrix> k, v;
+    if (a.has("k")) k = matrix(a, "k");
+    if (a.has("v")) v = matrix(a, "v");
+    const bool joint = a.has("q_norm") && int64_t(a.get<Numbers>("q_norm").shape(0)) != size;
+    const float* v_norm = a.get<bool>("v_norm") ? ones_.emplace_back(size_t(size), 1.0f).data() : nullptr;
+    const auto [growth, length] = a.has("temperature") ? a.get<std::tuple<float, int64_t>>("temperature") : std::tuple<float, int64_t>(0.0f, 1);
+    return {heads, kv_heads, size, matrix(a, "q"), matrix(a, "output"), k, v, a.has("shares") ? a.get<int64_t>("shares") : decoder_.layers(),
+            a.get<float>("scale"), a.get<float>("cap"), a.get<int64_t>("window"), a.has("rope") ? a.get<int>("rope") : -1,
+            vector(a, "q_norm"), vector(a, "k_norm"), joint, v_norm, vector(a, "sinks"), growth, length};
+  }
+
+  FeedForward feed_forward(const Named& part) {
+    const std::string kind = part.get<std::string>("kind");
+    if (kind == "Dense") return dense(part);
+    if (kind == "Mixture") return mixture(part);
+    return DenseAndMixture{dense(part.part("dense")), mixture(part.part("mixture")), vector(part, "dense_post_norm"), vector(part, "router_norm"),
+                           vector(part, "mixture_norm"), vector(part, "mixture_post_norm")};
+  }
+
+  Dense dense(const Named& d) { return {matrix(d, "gate"), matrix(d, "up"), matrix(d, "down"), Gate(d.get<int>("activation"))}; }
+
+  Mixture mixture(const Named& m) {
+    const Named r = m.part("router");
+    std::optional<Dense> shared;
+    if (m.has("shared")) shared = dense(m.part("shared"));
+    const Routing routing{r.get<int64_t>("chosen"), r.get<std::string>("scores") == "sigmoid", r.get<bool>("renormalized"), r.get<float>("scale"),
+                          vector(r, "selection_bias"), vector(r, "expert_scale"), r.get<int64_t>("groups"), r.get<int64_t>("groups_used")};
+    std::optional<ExpertStack> up;
+    if (m.has("up")) up = stack(m, "up");
+    return {matrix(r, "matrix"), routing, stack(m, "gate"), stack(m, "down"), up, Gate(m.get<int>("activation")), shared, vector(m, "shared_gate")};
+  }
+
+  Matrix matrix(const Named& part, const char* name) { return keep(part.get<PackedMatrix>(name)); }
+  ExpertStack stack(const Named& part, const char* name) { return keep(part.get<ExpertArrays>(name)); }
+  const float* vector(const Named& part, const char* name) { return part.has(name) ? keep(part.get<Numbers>(name)) : nullptr; }
+
   const float* keep(const Numbers& array) {
     arrays_.push_back(array);
     return array.data();
@@ -151,9 +224,11 @@ class PythonDecoder {
   const Level& level_;
   Decoder decoder_;
   Storage embedding_{};
+  PerLayerEmbedding per_layer_{};
   const float* norm_ = nullptr;
   Matrix head_{};
   std::vector<Numbers> arrays_;
+  std::deque<std::vector<float>> ones_;  // weights of norms that have none
   std::vector<Contiguous<const uint8_t>> streams_;
   std::vector<Order> orders_;
 };
@@ -178,18 +253,30 @@ void add_outer(const std::string& level, Numbers x, Contiguous<float> sums) {
 }  // namespace
 
 void billfish::bind_decoder(nb::module_& module) {
+  nb::class_<SequenceState>(module, "SequenceState")
+      .def("__init__", [](SequenceState* self, const std::vector<std::tuple<int64_t, int64_t, int64_t>>& shapes, bool half, int64_t capacity) {
+        std::vector<StateShape> layers;
+        for (const auto& [kv_heads, head_size, window] : shapes) layers.push_back({kv_heads, head_size, window});
+        new (self) SequenceState(layers, half, capacity);
+      }, nb::arg("shapes"), nb::arg("half"), nb::arg("capacity"))
+      .def("reserve", &SequenceState::reserve, nb::arg("start"), nb::arg("count"), nb::arg("capacity"))
+      .def("copy", &SequenceState::copy, nb::arg("other"), nb::arg("length"))
+      .def("restorable", &SequenceState::restorable)
+      .def_prop_ro("capacity", &SequenceState::capacity)
+      .def_prop_ro("nbytes", &SequenceState::bytes)
+      .def("keys", [](nb::handle self, int64_t layer) { return numbers_of(self, layer, true); })
+      .def("values", [](nb::handle self, int64_t layer) { return numbers_of(self, layer, false); });
   nb::class_<PythonDecoder>(module, "Decoder")
-      .def(nb::init<const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, float, float, float, bool, int, bool,
-                    const std::vector<std::tuple<std::vector<double>, double>>&>(),
-           nb::arg("level"), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_size"), nb::arg("feed_forward"),
-           nb::arg("epsilon"), nb::arg("query_scale"), nb::arg("residual_scale"), nb::arg("attention_cap"), nb::arg("logit_cap"),
-           nb::arg("adjacent"), nb::arg("gate"), nb::arg("joint_norms"), nb::arg("rotations"))
-      .def("add_layer", &PythonDecoder::add_layer, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none())
+      .def(nb::init<const std::string&, int64_t, float, float, const std::vector<nb::dict>&>(), nb::arg("level"), nb::arg("hidden"), nb::arg("epsilon"),
+           nb::arg("logit_cap"), nb::arg("ropes"))
+      .def("add_block", &PythonDecoder::add_block)
+      .def("set_per_layer_embedding", &PythonDecoder::set_per_layer_embedding)
+      .def("add_layer_inputs", &PythonDecoder::add_layer_inputs)
       .def("set_embedding", &PythonDecoder::set_embedding)
       .def("embed", &PythonDecoder::embed)
       .def("set_head", &PythonDecoder::set_head)
-      .def("run", &PythonDecoder::run)
-      .def("run_layers", &PythonDecoder::run_layers, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none())
+      .def("run", &PythonDecoder::run, nb::arg(), nb::arg(), nb::arg(), nb::arg().none())
+      .def("run_layers", &PythonDecoder::run_layers, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none())
       .def("normalize", &PythonDecoder::normalize)
       .def("finish", &PythonDecoder::finish)
       .def("seconds", &PythonDecoder::seconds);

@@ -137,11 +137,12 @@ inline void see_slice(const Queries& queries, const HeadCache& cache, const Sigh
   const int64_t first = std::max(slice * SLICE, std::max<int64_t>(sight.behind, 0) / CACHE_BLOCK * CACHE_BLOCK);
   static thread_local Room room;
   for (int64_t at = first; at < std::min((slice + 1) * SLICE, most); at += CACHE_BLOCK) {
+    const int64_t offset = at % cache.positions * head_size;
     if (!cache.half) {
-      see_block(queries, static_cast<const float*>(cache.keys) + at * head_size, static_cast<const float*>(cache.values) + at * head_size, at, sight, head_size, seen);
+      see_block(queries, static_cast<const float*>(cache.keys) + offset, static_cast<const float*>(cache.values) + offset, at, sight, head_size, seen);
       continue;
     }
-    const Half *keys = static_cast<const Half*>(cache.keys) + at * head_size, *values = static_cast<const Half*>(cache.values) + at * head_size;
+    const Half *keys = static_cast<const Half*>(cache.keys) + offset, *values = static_cast<const Half*>(cache.values) + offset;
     if (queries.rows > 4) {  // numbers that are read several times are converted once
       float* floats = room.take(2 * size);
       to_floats(keys, size, floats), to_floats(values, size, floats + size);
@@ -204,8 +205,9 @@ template <class Number> void store(Number* keys, Number* values, int64_t positio
 
 // k and v [head_size] of a position go into the cache.
 inline void store(const HeadCache& cache, int64_t position, const float* k, const float* v, int64_t head_size) {
-  if (cache.half) store(static_cast<Half*>(cache.keys), static_cast<Half*>(cache.values), position, k, v, head_size);
-  else store(static_cast<float*>(cache.keys), static_cast<float*>(cache.values), position, k, v, head_size);
+  const int64_t at = position % cache.positions;
+  if (cache.half) store(static_cast<Half*>(cache.keys), static_cast<Half*>(cache.values), at, k, v, head_size);
+  else store(static_cast<float*>(cache.keys), static_cast<float*>(cache.values), at, k, v, head_size);
 }
 
 }  // namespace BILLFISH_ISA

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "decoder/decoder.h"
+#include "decoder/kernel_table.h"
 #include "simd/exponential.h"
 #include "simd/halves.h"
 #include "simd/unroll.h"

@@ -17,9 +17,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from billfish.core.typing import Activations
 from billfish.nn.torch.linear import MarlinLinear
-from billfish.vllm.checkpoint_folder import Matrix, open_folder
-from billfish.vllm.shares import Share, parts_of, read_shares, shares_of, span_of
-from billfish.vllm.thread_count import use_all_cores
+from billfish.nn.vllm.checkpoint_folder import Matrix, open_folder
+from billfish.nn.vllm.shares import Share, parts_of, read_shares, shares_of, span_of
+from billfish.nn.vllm.thread_count import use_all_cores
 
 
 class BillfishLinearMethod(LinearMethodBase):

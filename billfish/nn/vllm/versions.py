@@ -20,4 +20,4 @@ def check_version(version: str) -> None:
     """Raises for a vLLM that is too old."""
     if is_old(version):
         expected = f"{'.'.join(map(str, OLDEST))} or newer"
-        raise BackendUnavailable(bad_argument("billfish.vllm", "version of vllm", version, expected))
+        raise BackendUnavailable(bad_argument("billfish.nn.vllm", "version of vllm", version, expected))

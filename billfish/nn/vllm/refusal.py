@@ -7,7 +7,7 @@ from typing import Any
 import vllm
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from billfish.vllm.versions import METHOD, check_version
+from billfish.nn.vllm.versions import METHOD, check_version
 
 
 class Refusal(QuantizationConfig):

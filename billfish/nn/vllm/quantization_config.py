@@ -17,11 +17,11 @@ from vllm.model_executor.models.utils import WeightsMapper
 from billfish.core.activations import check_activations
 from billfish.core.errors import CheckpointError, failure
 from billfish.core.typing import Activations
-from billfish.vllm.checkpoint_folder import CALL, Matrix, matrices_of, open_folder, patterns_of_arrays
-from billfish.vllm.expert_method import BillfishExpertsMethod
-from billfish.vllm.linear_method import BillfishLinearMethod, BillfishVocabMethod
-from billfish.vllm.shares import names_of_experts, names_of_parts
-from billfish.vllm.versions import METHOD
+from billfish.nn.vllm.checkpoint_folder import CALL, Matrix, matrices_of, open_folder, patterns_of_arrays
+from billfish.nn.vllm.expert_method import BillfishExpertsMethod
+from billfish.nn.vllm.linear_method import BillfishLinearMethod, BillfishVocabMethod
+from billfish.nn.vllm.shares import names_of_experts, names_of_parts
+from billfish.nn.vllm.versions import METHOD
 
 VARIABLE = "BILLFISH_ACTIVATIONS"  # says what config.json does not: how x is multiplied
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")

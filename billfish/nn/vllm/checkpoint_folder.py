@@ -14,7 +14,7 @@ from billfish.checkpoints.entry import SUPPORTED
 from billfish.checkpoints.names.expert_stacks import by_stacks
 from billfish.core.errors import CheckpointError, failure
 
-CALL = "billfish.vllm"
+CALL = "billfish.nn.vllm"
 
 
 class Matrix(NamedTuple):

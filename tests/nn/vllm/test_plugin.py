@@ -16,19 +16,19 @@ from checkpoint_folders import write_folder
 import billfish as bf
 from billfish.core.errors import BackendUnavailable, CheckpointError, FormatError, ShapeError
 from billfish.core.tensor import why_not_joined
-from billfish.vllm.checkpoint_folder import Matrix, matrices_of, open_folder, patterns, patterns_of_arrays
-from billfish.vllm.shares import Part, names_of_parts, parts_of, read_shares, shares_of
-from billfish.vllm.thread_count import cores_of_worker
-from billfish.vllm.versions import check_version, is_old
+from billfish.nn.vllm.checkpoint_folder import Matrix, matrices_of, open_folder, patterns, patterns_of_arrays
+from billfish.nn.vllm.shares import Part, names_of_parts, parts_of, read_shares, shares_of
+from billfish.nn.vllm.thread_count import cores_of_worker
+from billfish.nn.vllm.versions import check_version, is_old
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 ATTENTION = "model.layers.0.self_attn"
 PLAIN = Matrix("m.weight", "q4_0", (64, 96), 32, False)
 
 
 def test_importing_imports_no_vllm_and_no_torch():
-    code = "import sys, billfish, billfish.vllm; print(*sorted({'vllm', 'torch'} & set(sys.modules)))"
+    code = "import sys, billfish, billfish.nn.vllm; print(*sorted({'vllm', 'torch'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 

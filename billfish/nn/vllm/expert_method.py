@@ -12,9 +12,9 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from billfish.core.errors import FormatError, failure
 from billfish.core.typing import Activations, Gate
 from billfish.nn.torch.expert_layers import MarlinExperts
-from billfish.vllm.checkpoint_folder import CALL, Matrix, open_folder
-from billfish.vllm.shares import Span, check_columns, read_stack, span_of
-from billfish.vllm.thread_count import use_all_cores
+from billfish.nn.vllm.checkpoint_folder import CALL, Matrix, open_folder
+from billfish.nn.vllm.shares import Span, check_columns, read_stack, span_of
+from billfish.nn.vllm.thread_count import use_all_cores
 
 GATES: dict[str, Gate] = {"silu": "silu", "gelu_tanh": "gelu"}  # vLLM's names, and ours
 

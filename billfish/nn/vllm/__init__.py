@@ -13,7 +13,7 @@ thread_count.py           the kernels' threads on the cores that vLLM gives a wo
 
 from __future__ import annotations
 
-from billfish.vllm.versions import METHOD, is_old
+from billfish.nn.vllm.versions import METHOD, is_old
 
 __all__ = ["register"]
 
@@ -24,7 +24,7 @@ def register() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
 
     if is_old(vllm.__version__):
-        from billfish.vllm.refusal import Refusal as Config
+        from billfish.nn.vllm.refusal import Refusal as Config
     else:
-        from billfish.vllm.quantization_config import BillfishConfig as Config
+        from billfish.nn.vllm.quantization_config import BillfishConfig as Config
     register_quantization_config(METHOD)(Config)

@@ -14,8 +14,8 @@ import vllm_fake
 from checkpoint_folders import write_folder
 
 import billfish as bf
-from billfish import vllm as plugin
 from billfish.core.errors import BackendUnavailable, CheckpointError, FormatError, ShapeError
+from billfish.nn import vllm as plugin
 
 BLOCK = "model.layers.0"
 MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -29,7 +29,7 @@ def _fake(monkeypatch):
 
 def config_of(folder: Any, **settings: Any) -> Any:
     """The configuration that vLLM makes for a folder."""
-    config = importlib.import_module("billfish.vllm.quantization_config").BillfishConfig.from_config(settings)
+    config = importlib.import_module("billfish.nn.vllm.quantization_config").BillfishConfig.from_config(settings)
     config.maybe_update_config(str(folder), type("Config", (), {"tie_word_embeddings": settings.get("tied", False)}))
     config.packed_modules_mapping = MERGED
     return config
@@ -60,7 +60,7 @@ def test_an_old_vllm_refuses_billfish_and_nothing_else(monkeypatch):
 
 
 def test_how_x_is_multiplied_is_said_by_config_json_or_the_environment(monkeypatch):
-    make = importlib.import_module("billfish.vllm.quantization_config").BillfishConfig.from_config
+    make = importlib.import_module("billfish.nn.vllm.quantization_config").BillfishConfig.from_config
     assert make({"quant_method": "gptq"}).activations == "exact"
     assert make({"activations": "q16"}).activations == "q16"
     monkeypatch.setenv("BILLFISH_ACTIVATIONS", "q8")
@@ -123,7 +123,7 @@ def test_vllm_loads_all_but_the_arrays_of_quantized_matrices(tmp_path):
 
 
 def test_layers_that_predict_further_tokens_may_be_left_out():
-    is_beyond = importlib.import_module("billfish.vllm.quantization_config").is_beyond
+    is_beyond = importlib.import_module("billfish.nn.vllm.quantization_config").is_beyond
     assert [is_beyond(f"model.layers.{i}.mlp.down_proj", 2) for i in range(4)] == [False, False, True, True]
     assert is_beyond("mtp.layers.0.mlp.down_proj", 2)
     assert not is_beyond("model.layers.5.mlp.down_proj", 0)  # of a model that does not say how many it has

@@ -13,7 +13,7 @@ from billfish.checkpoints import Checkpoint
 from billfish.core.errors import FormatError, ShapeError, bad_argument, failure
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import QuantizedTensor, join_rows, why_not_joined
-from billfish.vllm.checkpoint_folder import CALL, Matrix
+from billfish.nn.vllm.checkpoint_folder import CALL, Matrix
 
 Span = tuple[int, int]
 
