@@ -212,7 +212,10 @@ def test_verify_finds_every_kind_of_difference(tmp_path, capsys):
         ("quantize IN OUT --format fp4 --keep lm_haed=q8_0", ["keep", "'lm_haed'", "no tensor"]),
         ("quantize IN OUT --format fp4 --only mlp --only attn", ["only", "'attn'", "no tensor"]),
         ("quantize IN OUT --format fp4 --only [", ["only", "'['"]),
-        ("quantize IN OUT --format fp4 --only norm", ["nothing to quantize", "norm.weight", "not quantized by default"]),
+        (
+            "quantize IN OUT --format fp4 --only norm",
+            ["nothing to quantize", "norm.weight", "not quantized by default"],
+        ),
         ("convert IN IN --to mlx", ["IN exists", "another output"]),
         ("convert missing OUT --to mlx", ["no such file", "missing", "hf download ORG/NAME"]),
         ("quantize missing OUT --format q4_0", ["no such file", "missing", "hf download ORG/NAME"]),
