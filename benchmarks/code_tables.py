@@ -145,7 +145,7 @@ def size(count: int) -> str:
 PATHS = {
     "/v1/chat/completions": "the next message of a conversation, whole or streamed; tool calls; JSON",
     "/v1/completions": "the continuation of prompts, without a chat template",
-    "/v1/embeddings": "a vector of length 1 for each text, as numbers or base64",
+    "/v1/embeddings": "a vector normalized to unit L2 norm for each text, as numbers or base64",
     "/v1/models": "the model's name",
     "/v1/models/{name:path}": "the same, for one name",
     "/health": "200, or 503 while the server shuts down",
@@ -181,9 +181,9 @@ MEANING = {
 
 def server_paths() -> str:
     routes = app.make_app(SimpleNamespace(), None).routes  # type: ignore[arg-type]
-    return table(
-        [["path", "answers with"], *([f"`{route.path.replace(':path', '')}`", PATHS[route.path]] for route in routes)]
-    )
+    named = [(min(route.methods - {"HEAD"}), route.path) for route in routes]
+    rows = [[f"`{method} {path.replace(':path', '')}`", PATHS[path]] for method, path in named]
+    return table([["endpoint", "answers with"], *rows])
 
 
 def server_body() -> str:

@@ -37,9 +37,8 @@ def options(command: str) -> str:
     for action in parser_of(command)._actions:
         if action.help in (None, argparse.SUPPRESS) or action.dest == "help":
             continue
-        value = (
-            "" if action.nargs == 0 else f" {action.metavar or '|'.join(map(str, action.choices or ())) or action.dest}"
-        )
+        value = f" {action.metavar or '|'.join(map(str, action.choices or ())) or action.dest}"
+        value = {0: "", "?": f" [{value[1:]}]"}.get(action.nargs, value)
         name = ", ".join(f"`{flag}{value}`" for flag in action.option_strings) or f"`{action.metavar or action.dest}`"
         rows.append([cell.replace("|", "\\|") for cell in (name, str(action.help) % vars(action))])
     return table(rows)

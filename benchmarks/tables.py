@@ -421,7 +421,12 @@ def activation_rounding(results: Results) -> str:
     for record in results["records"]:
         lost = f"{record['divergence']:.3g}" if record["divergence"] > 1e-6 else f"{record['divergence']:.1e}"
         found.setdefault(record["weights"], []).append(f"{lost} ({100 * record['same_best']:.1f} %)")
-    head = ["weights", "FP8, a scale a row", "int8, a scale a row", "q8 (CPU), a scale for 32", "q16 (CPU)"]
+    head = [
+        "weights",
+        *(f"{way} (GPU), one scale per row" for way in ("fp8", "q8")),
+        "q8 (CPU), one scale per 32",
+        "q16 (CPU)",
+    ]
     return table([head, *([weights, *cells] for weights, cells in found.items())])
 
 

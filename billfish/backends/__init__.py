@@ -93,12 +93,13 @@ def choose(call: str, problem: Problem, name: str | None = None) -> Backend:
 
 def _named(call: str, problem: Problem, name: str) -> Backend:
     if not isinstance(name, str) or name not in BACKENDS:
-        raise BackendUnavailable(bad_argument(call, "backend", repr(name), f"one of {', '.join(BACKENDS)}"))
+        expected = f"one of {', '.join(BACKENDS)}. `billfish info` lists the backends"
+        raise BackendUnavailable(bad_argument(call, "backend", repr(name), expected))
     backend = BACKENDS[name]
     able, reason = backend.can_run(problem)
     if not able:
         usable, about = backend.usable()  # without the hardware, no other input helps
         why = f"cannot run this: {reason}" if usable else f"cannot run on this machine: {about}"
-        fix = "Choose another, or leave backend= out to use the best one."
+        fix = "Choose another, or leave backend= out to use the best one. `billfish info` lists the backends."
         raise BackendUnavailable(failure(call, f"backend {name!r} {why}", fix))
     return backend

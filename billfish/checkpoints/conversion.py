@@ -15,7 +15,7 @@ from billfish.checkpoints.write.export import TARGETS, export
 from billfish.checkpoints.write.plan import Settings
 from billfish.checkpoints.write.target import Target
 from billfish.core.arrays import float_dtype
-from billfish.core.errors import FormatError, bad_argument, failure
+from billfish.core.errors import FormatError, bad_argument, did_you_mean, failure
 from billfish.core.progress import OnProgress
 from billfish.core.typing import Layout
 
@@ -104,5 +104,6 @@ def layout_of(path: str | os.PathLike[str]) -> Layout:
 def target_named(call: str, name: str) -> Target:
     """What writes the layout that `to` names."""
     if name not in TARGETS:
-        raise FormatError(bad_argument(call, "to", repr(name), f"one of {', '.join(TARGETS)}"))
+        expected = f"one of {', '.join(TARGETS)}.{did_you_mean(str(name), TARGETS)}"
+        raise FormatError(bad_argument(call, "to", repr(name), expected))
     return TARGETS[name]()

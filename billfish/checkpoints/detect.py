@@ -36,11 +36,7 @@ from billfish.core.format_tag import ABOUT
 from billfish.models.fields import section
 
 # What torch.save writes, now and before 1.6. To read a pickle is to run it.
-PICKLES = {b"PK\x03\x04": "a zip archive, such as PyTorch's pickles", b"\x80\x02": "a pickle"}
-INSTEAD_OF_PICKLES = (
-    "Pickles are not read, because reading one runs it. If you trust it, convert it to safetensors:"
-    " bf.save(torch.load(PICKLE, weights_only=True), PATH)."
-)
+PICKLES = {b"PK\x03\x04": "a zip archive, probably a PyTorch checkpoint", b"\x80\x02": "a pickle"}
 
 Found = tuple[list[MappedFile], dict[str, Entry], Mapping[str, Any], dict[str, Any]]
 
@@ -62,8 +58,16 @@ def open_path(path: Path) -> Found:
     if head[8:9] == b"{":
         return _open_safetensors({path: None}, path.parent)
     if head.startswith(tuple(PICKLES)):
-        raise damaged(path, f"is {contents(head)}", INSTEAD_OF_PICKLES)
+        raise damaged(path, f"is {contents(head)}", instead_of_pickle(path))
+    if not head:
+        raise damaged(path, "is an empty file", "Download it again.")
     raise damaged(path, f"is {contents(head)}", "Expected a GGUF or safetensors file, or a folder with one.")
+
+
+def instead_of_pickle(path: Path) -> str:
+    """What to do with a pickle."""
+    code = f'bf.save(torch.load("{path}", weights_only=True), "{path.with_suffix(".safetensors")}")'
+    return f"billfish does not read pickles, because they can run code. Convert it to safetensors: {code}"
 
 
 def no_download(path: Path) -> str:
@@ -91,9 +95,9 @@ def _open_folder(folder: Path) -> Found:
     models = [p for p in sorted(folder.glob("*.gguf")) if "-00001-of-" in p.name or "-of-" not in p.name]
     if len(models) == 1:
         return *open_gguf(models[0]), read_config(folder)
-    pickles = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth") for path in folder.glob(kind))
+    pickles = sorted(path for kind in ("*.bin", "*.pt", "*.pth") for path in folder.glob(kind))
     if not models and pickles:
-        raise damaged(folder, f"holds its weights in pickles, such as {pickles[0]}", INSTEAD_OF_PICKLES)
+        raise damaged(folder, f"holds its weights in pickles, such as {pickles[0].name}", instead_of_pickle(pickles[0]))
     if models:
         raise damaged(folder, f"holds {len(models)} GGUF files", f"Name one of them, such as {models[0].name}.")
     raise damaged(folder, "holds no *.safetensors and no *.gguf file")

@@ -135,6 +135,9 @@ def read_header(file: MappedFile) -> Header:
     cursor = Cursor(file)
     try:
         return cursor.header()
+    except EOFError:
+        problem = f"is not a complete GGUF file: it has {file.size} bytes, and the header needs more"
+        raise damaged(file.path, problem, "Download it again.") from None
     except ValueError as error:  # also of strings that are no UTF-8
         raise damaged(file.path, f"has a damaged GGUF header: {error}, at byte {cursor.at} of {file.size}") from None
 
@@ -181,7 +184,7 @@ class Cursor:
     def take(self, layout: struct.Struct) -> tuple[Any, ...]:
         end = self.at + layout.size
         if end > len(self.data):
-            raise ValueError("the file ends within the header")
+            raise EOFError
         values = layout.unpack_from(self.data, self.at)
         self.at = end
         return values

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from billfish.checkpoints.names.gguf_names import gguf_name, is_gguf_name
-from billfish.core.errors import CheckpointError, FormatError, failure
+from billfish.core.errors import CheckpointError, FormatError, did_you_mean, failure
 from billfish.core.format import FORMATS, Format, get_format
 
 MIX_NAME = re.compile(r"i?q\d_k_(xxs|xs|s|m|l|xl|xxl)")
@@ -232,6 +232,7 @@ def mix_named(name: str, to: str, call: str = "quantize") -> Mix | None:
     known = name.lower()
     if MIX_NAME.fullmatch(known) and known not in MIXES:
         mixes = [mix.name for mix in MIXES.values()]
-        hint = f"The mixes are {', '.join(mixes)}. `billfish formats` lists the formats."
+        near = did_you_mean(name, [*mixes, *FORMATS])
+        hint = f"{near} The mixes are {', '.join(mixes)}. `billfish formats` lists the formats.".lstrip()
         raise FormatError(failure(call, f"unknown format {name!r}", hint))
     return MIXES.get(known) if to == "gguf" or known not in FORMATS else None

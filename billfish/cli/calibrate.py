@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help=f"GGUF file, safetensors file or model folder; it runs on the CPU (default: {DEFAULT})",
+        help="GGUF file, model folder, or safetensors file with config.json and tokenizer.json beside it; it runs on "
+        f"the CPU (default: {DEFAULT})",
     )
     parser.add_argument("--text", metavar="FILE", help="calibration text, in UTF-8 (default: a built-in text)")
     parser.add_argument(
@@ -36,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--window",
         type=int,
         metavar="N",
-        help="tokens that attend to each other (default: 512, or the model's context length if shorter)",
+        help="split the text into windows of N tokens, each run with an empty context "
+        "(default: 512, or the model's context length if shorter)",
     )
     parser.add_argument("--force", action="store_true", help="replace STATS if it exists (default: off)")
     add_threads(parser)

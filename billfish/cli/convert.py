@@ -17,10 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         metavar="TYPE",
-        help="type of unquantized matrices: bfloat16, float16 or float32. With --to plain or gguf, all matrices are "
-        "written so; with gptq and awq, embeddings and the LM head (default: as in IN)",
+        help="bfloat16, float16 or float32. --to plain and gguf: the type of all matrices; quantized ones are "
+        "dequantized. --to gptq, gptq_v2 and awq: the type of unquantized matrices, and of embeddings, LM head and "
+        "routers, which are dequantized; the others stay quantized. Other layouts do not take it (default: as in IN; "
+        "float32 for what is dequantized)",
     )
-    add_writing(parser)
+    add_writing(
+        parser, "allow weights that LAYOUT cannot hold to be quantized again, with loss; without it they are an error"
+    )
 
 
 def add_checkpoints(parser: argparse.ArgumentParser) -> argparse.Action:
@@ -29,17 +33,18 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> argparse.Action:
     return parser.add_argument("out", metavar="OUT", help="folder to write, or a .gguf or .safetensors file")
 
 
-def add_writing(parser: argparse.ArgumentParser) -> None:
-    """What is allowed of the checkpoint that is written."""
+def add_writing(parser: argparse.ArgumentParser, requantize: str) -> None:
+    """What is allowed of the checkpoint that is written. requantize: the help of --requantize."""
     parser.add_argument(
         "--requantize",
         action="store_true",
-        help="requantize quantized weights where that is needed, with loss (default: off)",
+        help=requantize + " (default: off)",
     )
     parser.add_argument(
         "--raw-names",
         action="store_true",
-        help="write GGUF even for an unknown architecture; only billfish reads such a file (default: off)",
+        help="write GGUF even for an unknown architecture, with the tensor names of IN; only billfish opens "
+        "such a file (default: off)",
     )
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists (default: off)")
 

@@ -23,25 +23,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         metavar="MODEL",
-        help="reference model: report the KL divergence from its logits, computed exactly (default: none)",
+        help="reference model: report KL(reference || MODEL). The reference runs with exact activations (float16 on "
+        "a GPU); --quantize and --activations do not apply to it (default: none)",
     )
     parser.add_argument(
         "--window",
         type=int,
         metavar="N",
-        help="tokens that attend to each other (default: 512, or the model's context length if shorter)",
+        help="split the text into windows of N tokens, each run with an empty context "
+        "(default: 512, or the model's context length if shorter)",
     )
     parser.add_argument("--tokens", type=int, metavar="N", help="use the first N tokens of the text (default: all)")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document, a list with an object per model (default: off)"
     )
     parser.add_argument(
-        "--plot", metavar="FILE", help=".png file to write: KL divergence over bits per weight (default: none)"
+        "--plot",
+        metavar="FILE",
+        help=".png file to write: KL divergence over bits per weight; needs --against (default: none)",
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Predict a text with each model in turn; one of them is in memory at a time, beside the one to compare with."""
+    """Predict a text with each model in turn. Memory holds the reference and one other model at a time."""
     set_threads("eval", arguments.threads)
     for name, count in (("tokens", arguments.tokens), ("window", arguments.window)):
         if count is not None and count < 2:
@@ -64,8 +68,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(records))
     else:
-        beside = None if arguments.against is None else Path(arguments.against).name
-        print("\n".join(_lines(records, beside) if len(records) > 1 else _sentences(records[0], beside)))
+        reference = None if arguments.against is None else Path(arguments.against).name
+        print("\n".join(_lines(records, reference) if len(records) > 1 else _sentences(records[0], reference)))
     if arguments.plot:
         write_atomically(arguments.plot, png(picture(records, Path(arguments.against).name)))
 

@@ -28,6 +28,7 @@ class Command(NamedTuple):
     usage: str
     example: str
     resumes: bool = False  # whether the same command continues after Ctrl-C where it stopped
+    note: str = ""  # more about it, in its own help
 
 
 GROUPS = {
@@ -41,6 +42,7 @@ GROUPS = {
             "serve a model: OpenAI-compatible HTTP API and a chat page",
             "[MODEL] [options]",
             "billfish serve model.gguf --port 8080",
+            note="A request without temperature is sampled at 1; one without max_tokens may fill the context.",
         ),
         "eval": Command(
             "measure perplexity on a text, and KL divergence from another model",
@@ -71,6 +73,8 @@ GROUPS = {
             "IN OUT --to LAYOUT [options]",
             "billfish convert IN OUT --to mlx",
             resumes=True,
+            note="A format says which bits a number becomes (q4_0); a layout, how a program stores tensors in files "
+            "(gptq).",
         ),
         "verify": Command(
             "compare two checkpoints tensor by tensor (exit status 1: different)",
@@ -113,7 +117,7 @@ def parser_of(name: str) -> Parser:
     parser = Parser(
         prog=f"billfish {name}",
         usage=f"billfish {name} {command.usage}",
-        description=f"{command.purpose[0].upper()}{command.purpose[1:]}.",
+        description=textwrap.fill(f"{command.purpose[0].upper()}{command.purpose[1:]}. {command.note}", 78),
         epilog=f"example: {command.example}",
     )
     module_of(name).add_arguments(parser)
@@ -146,6 +150,9 @@ def _run_command(words: list[str]) -> int:
         _top().print_help()
         return 0
     name, *rest = [*words[1:2], "--help"] if words[0] == "help" else words
+    if words[0] == "help" and name in ALIASES:
+        print(f"`{name}` is another name for `{ALIASES[name]}`: see `billfish help {ALIASES[name]}`.")
+        return 0
     name = ALIASES.get(name, name)
     try:
         if name.startswith("-"):
@@ -179,7 +186,7 @@ def _top() -> Parser:
     top = Parser(
         prog="billfish",
         usage="billfish COMMAND ...",
-        description=textwrap.fill(billfish.__doc__ or "", 78),
+        description="Quantize neural networks to 2 to 8 bits, and run them on CPUs and GPUs.",
         epilog="\n".join(lines) + "\n\n`billfish help COMMAND` lists the options of a command.",
     )
     version = f"billfish {billfish.__version__}"

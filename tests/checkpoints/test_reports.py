@@ -43,7 +43,7 @@ def test_each_tensor_that_is_left_has_its_reason(tmp_path):
     report = bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", "q4_0", keep={r"layers\.2": "keep"})
     assert report.quantized == (EXPERTS, UP, "model.layers.1.mlp.up_proj.weight")
     reasons = {name.removeprefix("model.").removeprefix("layers."): reason for name, reason in report.left.items()}
-    sensitive = "sensitive (embeddings, last layer, norms, routers); `keep` chooses a format"
+    sensitive = "not quantized by default (embeddings, LM head, norms, routers); --keep REGEX=FORMAT quantizes them"
     assert reasons == {
         "embed_tokens.weight": sensitive,
         "0.input_layernorm.weight": sensitive,
@@ -95,7 +95,7 @@ def test_only_what_is_asked_for(tmp_path):
     )
     assert report.quantized == (EXPERTS, UP, "model.layers.2.mlp.up_proj.weight")  # a rule counts before `only`
     assert report.left["model.layers.1.mlp.up_proj.weight"] == "not matched by `only`"
-    assert report.left["model.embed_tokens.weight"].startswith("sensitive")
+    assert report.left["model.embed_tokens.weight"].startswith("not quantized by default")
 
 
 @pytest.mark.parametrize("argument", ["keep", "only"])

@@ -113,7 +113,8 @@ def test_quantize_convert_verify(model, tmp_path, capsys):
         "  quantized  bf16 -> q8_0  1  262.1 kB -> 139.3 kB  8.50 bits\n"
         "  copied     f32           1  2.0 kB                32.00 bits\n"
         "left as they were: 1 tensor\n"
-        "  1: sensitive (embeddings, last layer, norms, routers); `keep` chooses a format\n"
+        "  1: not quantized by default (embeddings, LM head, norms, routers); --keep\n"
+        "    REGEX=FORMAT quantizes them\n"
         "      norm.weight\n"
     )
     ck = bf.load(out)
@@ -211,7 +212,10 @@ def test_verify_finds_every_kind_of_difference(tmp_path, capsys):
         ("quantize IN OUT --format fp4 --keep lm_haed=q8_0", ["keep", "'lm_haed'", "no tensor"]),
         ("quantize IN OUT --format fp4 --only mlp --only attn", ["only", "'attn'", "no tensor"]),
         ("quantize IN OUT --format fp4 --only [", ["only", "'['"]),
-        ("quantize IN OUT --format fp4 --only norm", ["nothing to quantize", "norm.weight", "sens"]),
+        (
+            "quantize IN OUT --format fp4 --only norm",
+            ["nothing to quantize", "norm.weight", "not quantized by default"],
+        ),
         ("convert IN IN --to mlx", ["IN exists", "another output"]),
         ("convert missing OUT --to mlx", ["no such file", "missing", "hf download ORG/NAME"]),
         ("quantize missing OUT --format q4_0", ["no such file", "missing", "hf download ORG/NAME"]),

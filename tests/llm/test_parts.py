@@ -52,7 +52,7 @@ def test_a_file_that_breaks_off_anywhere_is_refused(path, tmp_path):
     broken = tmp_path / "broken.gguf"
     for length in [*range(0, header - 32, 97), len(whole) - 100]:
         broken.write_bytes(whole[:length])
-        with pytest.raises(bf.CheckpointError, match=r"damaged GGUF header|truncated|empty file|unknown type"):
+        with pytest.raises(bf.CheckpointError, match=r"damaged GGUF header|complete|truncated|empty file|unknown type"):
             load(broken)
 
 
@@ -90,7 +90,7 @@ def test_paths_that_hold_no_model_are_named(tmp_path, capsys):
         (tmp_path / "model.safetensors", no_config),
         (tmp_path / "empty", "no *.safetensors and no *.gguf"),
         (tmp_path / "none", "hf download"),
-        (tmp_path / "pickle.bin", "a zip archive, such as PyTorch's pickles"),
+        (tmp_path / "pickle.bin", "PyTorch|pickle.safetensors"),
     ):
         for command in (["run", str(path), "-p", "a"], ["eval", str(path), "--text", __file__]):
             assert main(command) == 2

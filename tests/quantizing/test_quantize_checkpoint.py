@@ -77,9 +77,9 @@ def test_a_text_gives_what_its_statistics_give(tmp_path, method, capsys):
 def test_without_a_text_the_command_says_which_it_takes(tmp_path, capsys):
     model, _, _ = sources(tmp_path)
     assert main(["quantize", str(model), str(tmp_path / "a.gguf"), "--format", "q4_0", "--method", "gptq"]) == 0
-    assert "--calibrate TEXT" in capsys.readouterr().err
+    assert "--calibrate FILE" in capsys.readouterr().err
     assert main(["quantize", str(model), str(tmp_path / "b.gguf"), "--format", "q4_0", "--calibrate"]) == 0
-    assert "--calibrate TEXT" in capsys.readouterr().err
+    assert "--calibrate FILE" in capsys.readouterr().err
 
 
 def test_an_imatrix_file_serves(tmp_path):

@@ -310,6 +310,7 @@ def refuse(call: str, made: Plan, settings: Settings) -> None:
         held = sorted({found[1] for reason in made.left.values() if (found := ALREADY.match(reason))})
         if held:
             problem = f"the matrices are already quantized ({', '.join(held)})"
-            raise CheckpointError(failure(call, problem, f"{AGAIN} quantizes them again, with loss."))
+            fix = f"{AGAIN} quantizes them again, with loss. Better: start from the float model."
+            raise CheckpointError(failure(call, problem, fix))
         reasons = by_reason((Remark(*item) for item in made.left.items()), limit=2)
         raise CheckpointError(failure(call, f"nothing to quantize. {'. '.join(reasons) or 'There are no tensors'}"))

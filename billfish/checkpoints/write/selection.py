@@ -68,7 +68,7 @@ class Quantization:
         if not self.is_wanted(name, origin):
             return "not matched by `only`"
         if is_sensitive(name):
-            return "sensitive (embeddings, last layer, norms, routers); `keep` chooses a format"
+            return "not quantized by default (embeddings, LM head, norms, routers); --keep REGEX=FORMAT quantizes them"
         if len(shape) == 3 and EXPERTS.search(name):
             return ""
         if len(shape) > 2:

@@ -25,7 +25,7 @@ QUANTIZING = 100  # bytes that could be copied while a weight is quantized, roug
 
 Spec = tuple[np.dtype[Any], tuple[int, ...]]
 ExpertNames = Literal["as they are", "one by one", "mlx stacks", "transformers stacks"]
-# Embeddings, the last layer, norms, convolutions, and the small matrices that choose experts: usually not quantized.
+# Embeddings, the LM head, norms, convolutions and routers: usually not quantized.
 SENSITIVE = (
     r"(^|\.)(lm_head|output|\w*embe?d\w*|wte|wpe|token_types|\w*norm\w*"
     r"|router|router\.layer|gate|shared_expert_gate|ffn_gate_inp|ffn_gate_inp_shexp"

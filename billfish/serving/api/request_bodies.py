@@ -184,8 +184,8 @@ def only(field: str, value: object, accepted: object) -> None:
 def too_long(field: str, size: str, limits: Limits) -> Refusal:
     """400 for a prompt that does not fit the context."""
     larger = limits.context < limits.model_context
-    fix = f"Shorten it, or start the server with --context up to {limits.model_context}" if larger else "Shorten it"
-    message = f"{field} has {size}; the context is {limits.context} tokens. {fix}."
+    raised = f", or restart the server with a larger --context (at most {limits.model_context} for this model)" * larger
+    message = f"{field} has {size}, more than the context of {limits.context} tokens. Shorten it{raised}."
     return refuse(field, message, "context_length_exceeded")
 
 

@@ -14,16 +14,22 @@ if TYPE_CHECKING:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Of EngineCounts: its name in Prometheus, and what it says. Those with _total are counters, the others gauges.
 ENGINE = {
-    "running": ("requests_running", "Answers that are being generated."),
+    "running": ("requests_running", "Requests that are being decoded."),
     "waiting": ("requests_waiting", "Requests in the queue."),
     "refused": ("requests_refused_total", "Requests that found the queue full."),
-    "finished": ("requests_finished_total", "Answers by the reason of their end."),
-    "steps": ("steps_total", "Calls of the decoder."),
+    "finished": ("requests_finished_total", "Finished requests, by finish_reason."),
+    "steps": ("steps_total", "Steps of the engine; each runs one batch."),
     "generated_tokens": ("generated_tokens_total", "Tokens of answers."),
-    "prompt_tokens": ("prompt_tokens_total", "Tokens of prompts, with those that were cached."),
+    "prompt_tokens": ("prompt_tokens_total", "Tokens of prompts, including cached ones."),
     "cached_tokens": ("cached_tokens_total", "Tokens of prompts that were not computed again."),
-    "cache_bytes": ("cache_bytes", "KV cache that is held, in bytes."),
-    "cache_bytes_bound": ("cache_bytes_bound", "Upper bound of the KV cache, in bytes."),
+    "cache_bytes": (
+        "cache_bytes",
+        "Part of the KV cache that holds tokens: of running requests, and of earlier ones for reuse, in bytes.",
+    ),
+    "cache_bytes_bound": (
+        "cache_bytes_bound",
+        "Size of the whole KV cache, which is allocated at the start, in bytes.",
+    ),
 }
 
 
