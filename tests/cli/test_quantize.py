@@ -58,9 +58,9 @@ def test_an_unknown_mix_is_told_the_mixes(tmp_path, capsys):
 def test_the_command_of_the_readme_runs_on_a_model_with_a_tied_head(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "tied.gguf", Small(quantization="F32", tied=True, hidden=128, heads=4, feed_forward=128))
-    bf.convert("tied.gguf", "IN", "plain", dtype="float32")
-    lines = re.findall(r"^    billfish (quantize IN OUT .*--keep.*?)(?: *#.*)?$", README, re.MULTILINE)
+    bf.convert("tied.gguf", "smol", "plain", dtype="float32")
+    lines = re.findall(r"^billfish (quantize smol smol.gguf .*--keep.*?)(?: *#.*)?$", README, re.MULTILINE)
     assert lines
     for line in lines:
         assert main(shlex.split(line)) == 0
-    assert bf.load("OUT")["model.embed_tokens.weight"].format.name == "q8_0"
+    assert bf.open_checkpoint("smol.gguf")["token_embd.weight"].format.name == "q8_0"

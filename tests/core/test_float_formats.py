@@ -230,10 +230,10 @@ def test_a_folder_of_fp8_is_saved_and_comes_back(tmp_path):
 @pytest.mark.parametrize(
     ("scales", "about", "message"),
     [
-        (np.ones((7, 3), np.float32), {}, r"scales \(7, 3\).*for each matrix, row or block"),
-        (np.ones((24, 4), np.int32), {}, "type I32.*F32"),
+        (np.ones((7, 3), np.float32), {}, r"\(7, 3\).*for each matrix, row or block"),
+        (np.ones((24, 4), np.int32), {}, "I32.*F32"),
         (np.ones((3, 4), np.float32), {"weight_block_size": [8, 64]}, "a scale for 64 weights of a row"),
-        (np.ones((3, 4), np.float32), {"weight_block_size": [0, "a"]}, r"scales \(3, 4\)"),
+        (np.ones((3, 4), np.float32), {"weight_block_size": [0, "a"]}, r"\(3, 4\)"),
     ],
 )
 def test_scales_that_do_not_fit(tmp_path, scales, about, message):
@@ -274,16 +274,16 @@ def state(**changed: object) -> np.ndarray:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"state": state(shape=[20])}, "no shape"),
-        ({"state": np.frombuffer(b"{no", np.uint8)}, "no shape"),
+        ({"state": state(shape=[20])}, "shape"),
+        ({"state": np.frombuffer(b"{no", np.uint8)}, "shape"),
         ({"state": state(shape=[20, 1 << 40])}, "bytes"),
-        ({"state": state(blocksize=0)}, "blocksize 0"),
+        ({"state": state(blocksize=0)}, "blocksize.* 0"),
         ({"state": state(blocksize=96)}, "NF4 in blocks of 96 for rows of 1024"),
-        ({"state": state(nested_blocksize=-1)}, "nested_blocksize -1"),
-        ({"state": state(nested_blocksize=128)}, "nested_absmax.*shape"),
-        ({"state": state(nested_offset="x")}, "no nested_offset"),
-        ({"absmax": np.zeros(7, np.uint8)}, "absmax.*shape"),
-        ({"absmax": np.zeros(320, np.float32)}, "absmax.*type F32"),
+        ({"state": state(nested_blocksize=-1)}, "nested_blocksize.* -1"),
+        ({"state": state(nested_blocksize=128)}, "shape.*nested_absmax"),
+        ({"state": state(nested_offset="x")}, "nested_offset"),
+        ({"absmax": np.zeros(7, np.uint8)}, "shape.*absmax"),
+        ({"absmax": np.zeros(320, np.float32)}, "absmax.*F32"),
         ({"absmax": None}, "absmax and quant_map"),
         ({"nested_quant_map": None}, "no nested_quant_map"),
         ({"quant_map": np.zeros(16, np.float32)}, "NF4 with other levels"),

@@ -20,6 +20,7 @@ from billfish.cli.main import COMMANDS, main, parser_of
 LONGEST = 1800  # words, without tables that are generated
 ELSEWHERE = {
     "README.md",
+    "docs/add-a-model.md",
     "docs/cpu.md",
     "docs/emulator.md",
     "docs/serving.md",
@@ -51,6 +52,13 @@ FILES: dict[str, Callable[[Path], None]] = {
 
 def blocks(name: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page(name), re.DOTALL | re.MULTILINE)
+
+
+def test_the_architecture_that_a_page_adds_is_the_one_there_is():
+    """docs/add-a-model.md shows a class of the package."""
+    source = (Path(bf.__file__).parent / "models" / "olmo.py").read_text()
+    [block] = [block for block in blocks("docs/add-a-model.md") if block.startswith("class ")]
+    assert block.strip() in source
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers
