@@ -12,8 +12,9 @@ from billfish.backends import BACKENDS
 from billfish.core.errors import BackendUnavailable, DataError, bad_argument, failure
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.model_weights import CALL, ModelTensors
-from billfish.models.description import Attention, Block, Dense, Model
+from billfish.models.description import Attention, Block, Dense, GatedDeltaNet, Mamba2, Model, ShortConvolution
 
+MIXERS = {GatedDeltaNet: "gated delta nets", ShortConvolution: "short convolutions", Mamba2: "Mamba-2 layers"}
 DEVICES = "cpu, cuda, cuda:N, or auto (the first GPU, else the CPU)"
 
 
@@ -66,7 +67,7 @@ def missing(model: Model) -> list[str]:
         mixer = block.mixer
         note("experts", not isinstance(block.feed_forward, Dense))
         if not isinstance(mixer, Attention):
-            note(type(mixer).__name__, True)
+            note(MIXERS[type(mixer)], True)
             continue
         note("sliding windows", mixer.window > 0)
         note("attention sinks", mixer.sinks is not None)

@@ -371,7 +371,8 @@ def test_blocks_that_draft_are_kept_and_not_run(folder_of, tmp_path):
         ("gemma3", "sliding windows, post-norms, layers that rotate differently, "
                    "queries with a scale of their own"),
         ("olmoe", "experts, norms over all heads"),
-        ("lfm2", "ShortConvolution"),
+        ("lfm2", "short convolutions"),
+        ("qwen35", "gated delta nets"),
     ],
 )  # fmt: skip
 def test_a_gpu_says_what_it_does_not_run(folder_of, name, features, monkeypatch, caplog):

@@ -146,6 +146,15 @@ def test_exact_prompts_share_only_what_was_read(model):
         assert slots.reuse([*text, *[5] * 2]) == length
 
 
+@pytest.mark.parametrize(("cuts", "length"), [(Cuts(32, 32), 32), (CUTS, 90)])
+def test_a_cache_goes_on_behind_a_checkpoint(model, cuts, length, monkeypatch):
+    """Where parts are chunks, behind one at the end of a chunk."""
+    slots, text = Slots(model.decoder, 1, 256, cuts, exact=False), random_tokens(random.Random(6), 120)
+    cache = fill(slots, model, text).cache
+    monkeypatch.setattr(cache, "restorable", lambda n: max(at for at in (0, 32, 90) if at <= n))
+    assert slots.reuse([*text, *[5] * 100]) == length
+
+
 def test_shared_length():
     rng = random.Random(5)
     for _ in range(300):
