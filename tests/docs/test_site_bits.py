@@ -312,4 +312,4 @@ def test_search_works_from_the_disk(page):
             break
         page.execute_async_script("setTimeout(arguments[0], 100)")
     links = page.find_elements(By.CSS_SELECTOR, "#search-results li a")
-    assert any(re.search(r"formats\.html", link.get_attribute("href")) for link in links)
+    assert any(re.search(r"format-bits\.html", link.get_attribute("href")) for link in links)
