@@ -74,7 +74,7 @@ def refused(capsys, flags):
     ("flags", "fact"),
     [
         (["--formats", "nf4", "--shapes", "256x8"], "no kernels for the nf4 codes of nf4"),
-        (["--activations", "q8"], "activations are 'q8'"),
+        (["--activations", "q8"], "'q8'"),
     ],
 )
 def test_what_it_refuses(like_a_mac, monkeypatch, capsys, flags, fact):

@@ -169,5 +169,5 @@ def test_other_architectures_are_refused_by_name(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(bf.CheckpointError, match=r"architecture 'mamba'.*llama, qwen2, qwen2moe, qwen3, "):
+    with pytest.raises(bf.CheckpointError, match=r"'mamba'.*llama.*qwen2, qwen2moe, qwen3, "):
         bf.load_into(mlx.nn.Linear(2, 2), path)
