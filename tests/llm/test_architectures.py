@@ -83,7 +83,8 @@ def test_gate_and_up_may_be_one_stack(folder_of, name, tmp_path):
     apart, joined = (load(tmp_path / f"{file}.gguf", device="cpu").logits(TOKENS) for file in ("apart", "joined"))
     assert_same_bits(apart, joined)
     bf.convert(tmp_path / "joined.gguf", tmp_path / "back", "plain")
-    assert_same_bits(load(tmp_path / "back", device="cpu").logits(TOKENS), apart)
+    # A delta net's A is -exp(A_log) in GGUF, and its logarithm is rounded as the machine's library does.
+    assert close(load(tmp_path / "back", device="cpu").logits(TOKENS), apart)
 
 
 @EVERY_MODEL
