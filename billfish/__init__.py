@@ -1,4 +1,4 @@
-"""billfish: run, quantize, convert and serve language models in 4 to 8 bits, on CPUs and NVIDIA GPUs."""
+"""billfish: run, quantize, convert and serve language models in 2 to 8 bits, on CPUs and NVIDIA GPUs."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-f",
         "--file",
         metavar="FILE",
-        help="read the prompt from FILE; appended to -p if both are given (default: none)",
+        help="prompt in a text file, appended to -p if both are given (default: none)",
     )
     parser.add_argument("--system", metavar="TEXT", help="system message (default: that of the chat template, if any)")
     parser.add_argument(

@@ -21,7 +21,7 @@ ROTATES = "rope.scaling.finetuned"  # llama.cpp's switch for rotary positions in
 
 
 class GraniteMoe(Architecture):
-    """Granite 3.0 and 3.1 MoE: MoE, multipliers of embedding, scores, residuals and logits."""
+    """Granite 3.0 and 3.1 MoE: MoE, multipliers of embedding, attention, residuals and logits."""
 
     gguf, model_type, transformers = "granitemoe", "granitemoe", "GraniteMoeForCausalLM"
     reordered = adjacent = True

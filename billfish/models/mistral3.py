@@ -24,7 +24,7 @@ ROPE = {
 
 
 class Ministral3(Llama):
-    """Ministral 3 3B, 8B and 14B, text: scores that grow with the position."""
+    """Ministral 3 3B, 8B and 14B, text: attention scaled by the position."""
 
     gguf, model_type, transformers = "mistral3", "ministral3", "Ministral3ForCausalLM"
     defaults = {"rms_norm_eps": 1e-5, "rope_parameters": ROPE}
