@@ -72,8 +72,6 @@ def type_of(value: object) -> str:
     return f"{'an' if name[0] in 'aeioAEIO' or name == 'ndarray' else 'a'} {name}"
 
 
-
-
 def readable(text: object, longest: int = LONGEST) -> str:
     """Make a text safe to print: escape control characters, and cut the middle of a long text."""
     shown = str(text)
