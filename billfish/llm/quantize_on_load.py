@@ -10,7 +10,7 @@ import numpy as np
 
 from billfish.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from billfish.checkpoints.mixes import Mix, mix_named
-from billfish.checkpoints.names.gguf_names import by_gguf_names
+from billfish.checkpoints.names.gguf_names import by_gguf_names, column_orders
 from billfish.checkpoints.reports import Remark, by_reason
 from billfish.checkpoints.write.selection import Quantization, Rule
 from billfish.core.arrays import FLOATS
@@ -48,8 +48,9 @@ class Quantizer:
         format, group_size = parse_format(mix.format if mix else wanted, CALL)
         self.left: list[Remark] = []
         rules = _rules(mix, path) if mix else ()
-        self._how = Quantization(format, group_size, method, rules, statistics=statistics)
         checkpoint = open_checkpoint(path)
+        columns = column_orders(by_gguf_names(checkpoint)) if statistics is not None else {}
+        self._how = Quantization(format, group_size, method, rules, statistics=statistics, columns=columns)
         self._how.check_statistics(checkpoint)
         self._check_effect(wanted, by_gguf_names(checkpoint))
 

@@ -133,12 +133,13 @@ class Architecture:
     top: ClassVar[dict[str, str]] = TOP  # modules outside of layers
     reordered: ClassVar[bool] = False  # llama.cpp's converter makes rotary pairs of q and k adjacent
     joined: ClassVar[tuple[tuple[str, ...], ...]] = ()  # modules of GGUF that folders have as one, rows below rows
+    reordered_columns: ClassVar[tuple[str, ...]] = ()  # modules whose columns may be in another order in GGUF
     unpublished_head: ClassVar[bool] = False  # llama.cpp refuses a head that is a copy of the embedding
     expert_files: ClassVar[ExpertFiles] = "apart"
 
     # Hyperparameters.
     settings: ClassVar[dict[str, str]] = {}  # of config.json beside SIZES, and GGUF's fields for them
-    defaults: ClassVar[dict[str, Any]] = {}  # what transformers expected for settings that a config.json does not name
+    defaults: ClassVar[dict[str, Any]] = {}  # what transformers takes for settings that a config.json does not name
     fixed: ClassVar[dict[str, Any]] = {}  # settings that GGUF has no field for: these values alone are run
     biases: ClassVar[dict[str, str]] = {}  # settings that say whether modules have a bias
     hidden_acts: ClassVar[tuple[str, ...]] = ("silu",)

@@ -65,6 +65,7 @@ class Qwen35(Architecture):
     }
     head_dim = 256
     partial_rotation = True
+    reordered_columns: ClassVar[tuple[str, ...]] = ("ssm_out",)
     tiled: ClassVar[bool] = True  # the order of value heads in GGUF
 
     # ---- names -------------------------------------------------------------------------------------------------------

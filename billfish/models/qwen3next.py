@@ -24,7 +24,7 @@ class Qwen3Next(Qwen35Moe):
     settings = Qwen35Moe.settings | NORMALIZED
     defaults = Qwen35Moe.defaults | {"norm_topk_prob": True}
     fixed = {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    tiled = False
+    reordered_columns, tiled = (), False
 
     def difference(self, f: Fields, name: str, shape: tuple[int, ...]) -> Difference:
         if name not in ("attn_qkv.weight", "attn_gate.weight"):

@@ -221,6 +221,7 @@ class _Inputs:
         """Raises if they are of another model, or not enough for the method, before anything is changed."""
         if self._statistics is not None:
             self._statistics.check_matrix("quantize_model", f"{path}.weight", tuple(shape), settings["method"])
+            self._statistics.check_columns("quantize_model", f"{path}.weight")
         elif settings["method"] == "gptq":
             fix = "Pass calibrate= batches, or statistics= with X^T X."
             raise DataError(failure("quantize_model", "method 'gptq' needs statistics of the inputs", fix))

@@ -250,6 +250,7 @@ class BillfishQuantizer(HfQuantizer):
             plain = {path: (module.out_features, module.in_features)} if isinstance(module, torch.nn.Linear) else {}
             for matrix, shape in (plain or stack_shapes(path, module)).items():
                 statistics.check_matrix(call, f"{matrix}.weight", shape, method)
+                statistics.check_columns(call, f"{matrix}.weight")
         elif method == "gptq":
             raise FormatError(failure(call, "method 'gptq' needs statistics= with X^T X"))
 

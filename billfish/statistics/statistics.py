@@ -17,6 +17,8 @@ from billfish.checkpoints.safetensors_files import MappedFile
 from billfish.checkpoints.write.resumable_writer import digest_of
 from billfish.core.errors import DataError, bad_argument, failure
 from billfish.core.files import path_of
+from billfish.models import Architecture
+from billfish.models.difference import Order
 from billfish.statistics.inputs import CALL, InputStatistics, refused
 from billfish.statistics.statistics_file import About, read_statistics, write_statistics
 
@@ -137,10 +139,19 @@ class Statistics(Mapping[str, InputStatistics]):
             known.hessian(name, call)
 
     def settings(
-        self, call: str, name: str, shape: Sequence[int], method: str, expert: int | None = None
+        self,
+        call: str,
+        name: str,
+        shape: Sequence[int],
+        method: str,
+        expert: int | None = None,
+        columns: Order | None = None,
     ) -> tuple[str, dict[str, Any]]:
         """The method and the further arguments of `quantize_matrix` for a matrix, or for one of a stack. Embeddings and
-        the last layer, which llama.cpp's files may lack, are searched for without."""
+        the last layer, which llama.cpp's files may lack, are searched for without.
+
+        columns: the order of the matrix's columns, for statistics that have it under its other name: GGUF's, or that of
+        its module."""
         self.check_matrix(call, name, shape, method)
         stack, one, experts = self._stack_of(name, shape)
         if one is not None:
@@ -155,7 +166,19 @@ class Statistics(Mapping[str, InputStatistics]):
             further["hessian"] = known.hessian(name, call, expert)
             if self.file is not None:
                 self.file.release()  # the mean is a copy
+        if columns is not None and self._own(name) != name:
+            further = {what: np.take(array, columns, -1) for what, array in further.items()}
+            if "hessian" in further:
+                further["hessian"] = np.take(further["hessian"], columns, -2)
         return method, further
+
+    def check_columns(self, call: str, name: str) -> None:
+        """Raise for statistics by GGUF's names where GGUF may have the columns of the module's matrix in another order:
+        only a model's files tell the order."""
+        own, known = self._own(name), [each for each in Architecture.known if self.architecture in ("", each.gguf)]
+        if own != name and own.split(".")[-2] in {module for each in known for module in each.reordered_columns}:
+            fix = "Calibrate the module itself (calibrate=, bf.calibrate), or use `billfish quantize` on its folder."
+            raise refused(call, name, "they are in GGUF's order of columns, which is not the module's", fix)
 
     def _stack_of(self, name: str, shape: Sequence[int]) -> tuple[str, int | None, int]:
         """Of a matrix [N, K] that a file has for one expert: the name of its stack, the expert, and how many experts

@@ -83,6 +83,7 @@ def test_an_answer_that_must_be_json(model):
     [
         ("stop", [""]),
         ("stop", [5]),
+        ("stop", 5),
         ("stop", ["a"] * 17),
         ("logprobs", 21),
         ("logprobs", -1),
@@ -91,11 +92,16 @@ def test_an_answer_that_must_be_json(model):
         ("response_format", {"type": "xml"}),
         ("response_format", {"type": "json_schema", "schema": SCHEMA}),
         ("chat_template_kwargs", {"messages": []}),
+        ("chat_template_kwargs", 5),
     ],
 )
 def test_a_setting_that_is_wrong_is_named(model, setting, value):
     with pytest.raises(bf.DataError, match=f"llm.generate.*{setting}"):
         model.generate("ab", **{setting: value})
+
+
+def test_none_is_no_stop_string(model):
+    assert model.generate("ab", stop=None, **HOW).text == model.generate("ab", **HOW).text
 
 
 def test_a_schema_that_nothing_satisfies(model):

@@ -11,6 +11,8 @@ from llm_architectures import MODELS, write_model
 from transformers import AutoModelForCausalLM
 
 import billfish as bf
+from billfish.checkpoints.names.gguf_names import column_orders
+from billfish.checkpoints.write.selection import Quantization
 from billfish.cli.main import main
 from billfish.llm.cpu import CpuDecoder
 from billfish.quantizing.calibrate_checkpoint import Calibration
@@ -75,6 +77,37 @@ def test_sums_are_those_of_hooks_in_transformers(folder_of, tmp_path, name):
     assert not [
         own for own in theirs if own not in ours and not own.endswith(("shared_expert_gate.weight", "lm_head.weight"))
     ]
+
+
+def test_statistics_follow_the_order_of_columns(folder_of, tmp_path):
+    """GGUF has value heads of Qwen 3.5 in another order. Statistics by GGUF's names fit a folder, and those of a module
+    fit a GGUF file."""
+    folder, gguf_file = folder_of("qwen35"), tmp_path / "m.gguf"
+    bf.convert(folder, gguf_file, "gguf")
+    statistics = calibrated(folder, tmp_path / "s.safetensors", hessian=True), by_hooks(folder, folder.parent)
+    for path, ending in ((folder, "out_proj.weight"), (gguf_file, "ssm_out.weight")):
+        checkpoint = bf.open_checkpoint(path)
+        orders = column_orders(checkpoint)
+        assert sorted(orders) == sorted(name for name in checkpoint if name.endswith(ending))
+        for name in orders:
+            shape = checkpoint.describe(name).shape
+            ours, theirs = (
+                Quantization(bf.get_format("q4_0"), None, "gptq", statistics=each, columns=orders).settings(
+                    name, shape
+                )[1]
+                for each in statistics
+            )
+            for what in ("importance", "hessian"):
+                np.testing.assert_allclose(ours[what], theirs[what], rtol=2e-3, atol=1e-3 * np.abs(theirs[what]).max())
+    bf.quantize_checkpoint(folder, tmp_path / "quantized", "q4_0", statistics=statistics[0])
+
+
+def test_a_module_has_no_statistics_in_another_order(folder_of, tmp_path):
+    folder = folder_of("qwen35")
+    known = calibrated(folder, tmp_path / "s.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(bf.DataError, match=r"out_proj.*order of columns.*bf.calibrate"):
+        bf.quantize_model(model, "q4_0", statistics=known)
 
 
 def test_experts_without_tokens_are_known_by_the_others(folder_of, tmp_path):

@@ -27,6 +27,7 @@ from billfish.models import UnknownModel as UnknownModel
 from billfish.models.architecture import EMBEDDING as EMBEDDING
 from billfish.models.architecture import HEAD as HEAD
 from billfish.models.architecture import IMAGES, LAYER, TOP, Field
+from billfish.models.difference import Order
 from billfish.models.fields import Fields
 from billfish.models.rope import FACTOR_TENSORS
 from billfish.models.rope import ROTARY_FACTORS as ROTARY_FACTORS
@@ -110,6 +111,30 @@ def by_gguf_names(checkpoint: Checkpoint) -> Checkpoint:
     view = checkpoint.view(entries, origins)
     view.metadata = fields
     return view
+
+
+def column_orders(checkpoint: Checkpoint) -> dict[str, Order]:
+    """For matrices whose columns GGUF has in another order than folders: which column of the other side each is."""
+    if is_gguf(checkpoint) or "general.architecture" in checkpoint.metadata:
+        architecture, fields = of_gguf(checkpoint.metadata), checkpoint.metadata
+    else:
+        try:
+            text = text_config(checkpoint.config)
+            architecture = of_config(text, checkpoint.path)
+            fields = fields_of(architecture, architecture.completed(text), checkpoint.path)
+        except CheckpointError:  # a model that nothing is known of
+            return {}
+    if architecture is None or not architecture.reordered_columns:
+        return {}
+    own, orders = Fields(fields, architecture.gguf), dict[str, Order]()
+    for name in checkpoint:
+        known = name if is_gguf_name(name) else gguf_name(name, architecture.gguf)
+        if known is None or not _within_layer(known).startswith(architecture.reordered_columns):
+            continue
+        order = architecture.difference(own, _within_layer(known), checkpoint.describe(name).shape).columns
+        if order is not None:
+            orders[name] = order if known == name else np.argsort(order)
+    return orders
 
 
 def fields_of(architecture: Architecture, config: Mapping[str, Any], path: Path) -> dict[str, Field]:

@@ -14,6 +14,7 @@ from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.derived import stack_of
 from billfish.checkpoints.entry import Tensor
 from billfish.checkpoints.names.expert_stacks import is_turned, upright
+from billfish.checkpoints.names.gguf_names import column_orders
 from billfish.checkpoints.reports import Remark, by_reason
 from billfish.checkpoints.safetensors_files import TYPES
 from billfish.checkpoints.write.recast import Misfit, holds, recast
@@ -59,7 +60,8 @@ def plan(checkpoint: Checkpoint, settings: Settings) -> Plan:
     if settings.quantization:
         settings.quantization.check_patterns(checkpoint)
         settings.quantization.check_statistics(checkpoint)
-        settings = replace(settings, quantization=_with_mix(checkpoint, settings.quantization))
+        quantization = replace(_with_mix(checkpoint, settings.quantization), columns=column_orders(checkpoint))
+        settings = replace(settings, quantization=quantization)
     made, quantizable = Plan(), upright(checkpoint)
     for name in checkpoint:
         try:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +15,7 @@ from billfish.checkpoints.write.target import is_sensitive
 from billfish.core.errors import CheckpointError, failure
 from billfish.core.format import Format
 from billfish.models import MODEL_TYPES
+from billfish.models.difference import Order
 
 # Tensors of three axes that are quantized: the experts of a model. Others may be convolutions.
 EXPERTS = re.compile(r"(^|\.)(experts|switch_mlp|block_sparse_moe)\.|_exps\.")
@@ -28,7 +29,13 @@ class InputKnowledge(Protocol):
     def check_model(self, call: str, architecture: str, names: Iterable[str]) -> None: ...
     def check_matrix(self, call: str, name: str, shape: Sequence[int], method: str) -> None: ...
     def settings(
-        self, call: str, name: str, shape: Sequence[int], method: str, expert: int | None = None
+        self,
+        call: str,
+        name: str,
+        shape: Sequence[int],
+        method: str,
+        expert: int | None = None,
+        columns: Order | None = None,
     ) -> tuple[str, dict[str, Any]]: ...
 
 
@@ -52,6 +59,7 @@ class Quantization:
     mix: Mix | None = None  # whose rules come after these
     statistics: InputKnowledge | None = None  # of the inputs that weights are multiplied with
     planned: tuple[Rule, ...] = ()  # further rules, for what `only` finds
+    columns: Mapping[str, Order] = field(default_factory=dict, compare=False)  # of the checkpoint; see `column_orders`
 
     def choice(self, name: str, origin: str, shape: tuple[int, ...]) -> tuple[Format, int | None] | None:
         """The format of a tensor; None to leave it as it is. Patterns are for its name, or the one it had."""
@@ -88,7 +96,7 @@ class Quantization:
         """The method for a tensor, and what is known of its inputs; raises if that is of another model."""
         if self.statistics is None:
             return self.method, {}
-        return self.statistics.settings("quantize", name, shape, self.method, expert)
+        return self.statistics.settings("quantize", name, shape, self.method, expert, self.columns.get(name))
 
     def is_wanted(self, name: str, origin: str) -> bool:
         """Whether `only` finds a tensor, or there is none."""
