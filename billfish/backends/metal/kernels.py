@@ -190,6 +190,7 @@ KERNELS = {
     "gemm_experts": KernelSource("marlin_gemm_experts_{}", "gemm_experts.metal", (TILES, EXPERTS), 2),
     "fused_experts": KernelSource("marlin_gemm_fused_experts_{}", "gemm_experts.metal", (TILES, EXPERTS), 1),
     "dequantize": KernelSource("dequant_{}", "dequantize.metal"),
+    "embed": KernelSource("marlin_embed_{}", "embed.metal"),
 }
 PRODUCTS = ("gemv", "gemm", "fused", "striped")  # gemv takes gemv_rows for more than one row
 EXPERT_PRODUCTS = ("gemv_experts", "gemm_experts", "fused_experts")
@@ -200,6 +201,7 @@ INPUTS = {
     "gemm_experts": ["x", *WEIGHT_INPUTS, "bias", "ids", "order", "choices"],
     "fused_experts": ["x", *WEIGHT_INPUTS, "bias", "ids", "order", "choices"],
     "dequantize": WEIGHT_INPUTS,
+    "embed": [*WEIGHT_INPUTS, "tokens", "count"],
 }
 
 
@@ -245,6 +247,14 @@ ZERO = {
     "input_names": [],
     "output_names": ["y"],
     "source": source("zero.metal"),
+    "compile_options": SAFE,
+}
+
+RECURRENCE = {
+    "name": "marlin_recurrence",
+    "input_names": ["q", "k", "v", "decay", "beta", "state", "tokens"],
+    "output_names": ["out", "after"],
+    "source": source("recurrence.metal"),
     "compile_options": SAFE,
 }
 
@@ -366,3 +376,40 @@ class Kernels:
             output_dtypes=[dtype],
         )
         return y
+
+    def embed(self, w: MetalWeights, tokens: Any, dtype: Any) -> Any:
+        """The rows [tokens, K] of a table W [N, K] in that type. tokens: integers [rows]."""
+        rows, k = tokens.shape[0], w.shape[1]
+        (y,) = self.product("embed", w)(
+            inputs=[
+                *(w.arrays[name] for name in WEIGHT_INPUTS),
+                as_words(tokens),
+                constants_array([rows], beside=tokens),
+            ],
+            template=[("T", dtype), ("GROUP", w.group)],
+            grid=(up(k, 32 * 8) * 8, up(rows, 16) * 16, 1),
+            threadgroup=(8, 16, 1),
+            output_shapes=[(rows, k)],
+            output_dtypes=[dtype],
+        )
+        return y
+
+    def recurrence(
+        self, q: Any, k: Any, v: Any, decay: Any, beta: Any, state: Any, *, delta: bool, tiled: bool
+    ) -> tuple[Any, Any]:
+        """Take the states [heads, value, key] of a sequence through its next tokens; see recurrence.metal.
+
+        q, k [tokens, key heads, key], v [tokens, heads, value], decay and beta [tokens, heads], all float32. tiled:
+        head i goes with key head i % key heads; else neighbours share one. Returns (out, state behind the tokens).
+        """
+        (tokens, key_heads, key), (_, heads, value) = k.shape, v.shape
+        sizes = {"KEY": key, "VALUE": value, "KEY_HEADS": key_heads, "HEADS": heads, "DELTA": delta, "TILED": tiled}
+        out, after = self._get(("recurrence",), lambda: RECURRENCE)(
+            inputs=[q, k, v, more_numbers(decay), more_numbers(beta), state, constants_array([tokens], beside=q)],
+            template=list(sizes.items()),
+            grid=(32, value, heads),
+            threadgroup=(32, 1, 1),
+            output_shapes=[v.shape, state.shape],
+            output_dtypes=[v.dtype, state.dtype],
+        )
+        return out, after
