@@ -25,7 +25,7 @@ from billfish.core.typing import Activations
 from billfish.llm.decoder_base import Decoder, Passage
 from billfish.llm.kv_cache import Cache, Floats
 from billfish.llm.metal_cache import MetalCache
-from billfish.llm.metal_parts import MetalBlock, Parts, Span
+from billfish.llm.metal_parts import MetalBlock, Parts, Pass, Residual, Span
 from billfish.llm.metal_sampler import next_tokens
 from billfish.llm.model_weights import ModelTensors
 from billfish.llm.recurrent_checkpoints import Checkpoints
@@ -164,7 +164,11 @@ class MetalDecoder(Decoder):
     def _finish(self, hidden: mx.array, spans: list[Span], tokens: Sequence[list[int]]) -> None:
         """Compute what a pass has described, and let the caches hold it."""
         try:
-            mx.eval(hidden, [span.after for span in spans], [list(span.cache.keys.values()) for span in spans])
+            mx.eval(
+                hidden,
+                [span.after for span in spans],
+                [[held.both for held in span.cache.keys.values()] for span in spans],
+            )
         except BaseException:
             for span in spans:
                 span.cache.reset()  # keys may be half-written
@@ -180,7 +184,7 @@ class MetalDecoder(Decoder):
         if len(cache.tokens) < self.config.context:
             span = self._span(cache, 0, 1, [])
             hidden = self._forward(chosen, [span])
-            mx.async_eval(hidden)
+            mx.async_eval(hidden)  # type: ignore[no-untyped-call]
             self._ahead = Ahead(weakref.ref(cache), span.start, chosen, span, hidden)
 
     def _take_ahead(self, passage: Passage) -> mx.array | None:
@@ -189,7 +193,7 @@ class MetalDecoder(Decoder):
         self._ahead = None
         if ahead is None or ahead.cache() is not cache or ahead.position != len(cache.tokens):
             return None
-        if len(tokens) != 1 or int(ahead.token.item()) != tokens[0]:
+        if len(tokens) != 1 or int(np.array(ahead.token)[0]) != tokens[0]:
             return None
         self._finish(ahead.hidden, [ahead.span], [tokens])
         return ahead.hidden
@@ -200,9 +204,10 @@ class MetalDecoder(Decoder):
         """The residual stream float32 [rows, hidden] behind all layers."""
         x = self._parts.packer.rows(self._embedding, tokens) * self.config.embedding_scale
         inputs = self._layer_inputs(tokens, x)
+        stream, step = Residual(self._parts, x), Pass(spans)
         for layer, block in enumerate(self._blocks):
-            x = block(x, spans, layer, None if inputs is None else inputs[:, layer])
-        return x
+            block(stream, step, layer, None if inputs is None else inputs[:, layer])
+        return stream.value()
 
     def _layer_inputs(self, tokens: mx.array, x: mx.array) -> mx.array | None:
         """What layers take beside the residual stream, [rows, layers, size]: see description.PerLayerEmbedding."""

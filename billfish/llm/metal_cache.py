@@ -21,50 +21,39 @@ TYPES = {"float16": mx.float16, "float32": mx.float32}
 
 
 class KeysAndValues(NamedTuple):
-    """Of one layer, [1, KV heads, room, head size] each. They begin at position `first`."""
+    """Of one layer, [2, KV heads, room, head size]: keys, then values. They begin at position `first`."""
 
-    keys: mx.array
-    values: mx.array
+    both: mx.array
     first: int = 0
 
     def holds(self, positions: int, window: int) -> bool:
         """Whether a token behind so many positions finds all that it attends to."""
         return self.first <= max(0, positions - window + 1) if window else self.first == 0
 
-    def with_rows(self, start: int, keys: mx.array, values: mx.array, window: int) -> KeysAndValues:
-        """With those [1, KV heads, count, head size] of further tokens at positions from `start` on. A layer with a
+    def with_rows(self, start: int, rows: mx.array, window: int) -> KeysAndValues:
+        """With those [2, KV heads, count, head size] of further tokens at positions from `start` on. A layer with a
         window lets go of what no later token sees."""
-        held, end = self.with_room(start, start + keys.shape[2], window), start + keys.shape[2]
-        at = slice(start - held.first, end - held.first)
-        held.keys[:, :, at] = keys.astype(held.keys.dtype)
-        held.values[:, :, at] = values.astype(held.keys.dtype)
+        end = start + rows.shape[2]
+        held = self.with_room(start, end, window)
+        held.both[:, :, start - held.first : end - held.first] = rows.astype(held.both.dtype)
         return held
 
     def with_room(self, start: int, end: int, window: int) -> KeysAndValues:
         """The positions before `start`, and room for those up to `end`."""
-        room = self.keys.shape[2]
-        if end - self.first <= room:
+        if end - self.first <= self.both.shape[2]:
             return self
         first = max(self.first, start - window + 1) if window else self.first
         more = STEP if first > self.first else 0  # so that not every token moves the window
-        size = -(-(end - first) // STEP) * STEP + more
-
-        def moved(array: mx.array) -> mx.array:
-            kept = array[:, :, first - self.first : start - self.first]
-            _, heads, count, width = kept.shape
-            return mx.concatenate([kept, mx.zeros((1, heads, size - count, width), array.dtype)], axis=2)
-
-        return KeysAndValues(moved(self.keys), moved(self.values), first)
+        kept = self.both[:, :, first - self.first : start - self.first]
+        _, heads, count, width = kept.shape
+        behind = -(-(end - first) // STEP) * STEP + more - count
+        return KeysAndValues(mx.concatenate([kept, mx.zeros((2, heads, behind, width), kept.dtype)], axis=2), first)
 
     def seen(self, end: int, count: int, window: int) -> tuple[mx.array, mx.array]:
-        """Keys and values that the last `count` of `end` tokens attend to."""
+        """Keys and values [1, KV heads, positions, head size] that the last `count` of `end` tokens attend to."""
         first = max(self.first, end - count - window + 1) if window else self.first
-        at = slice(first - self.first, end - self.first)
-        return self.keys[:, :, at], self.values[:, :, at]
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.keys.nbytes + self.values.nbytes)
+        keys, values = self.both[:, None, :, first - self.first : end - self.first]
+        return keys, values
 
 
 State = tuple[mx.array, ...]  # of a recurrent layer: what is left of its convolution, and the heads' states
@@ -87,22 +76,21 @@ class MetalCache(Cache):
         self.tokens.clear()
         self.keys: dict[int, KeysAndValues] = {}
         for layer, mixer in self._attention.items():
-            empty = mx.zeros((1, mixer.kv_heads, 0, mixer.head_size), TYPES[self.type])
-            self.keys[layer] = KeysAndValues(empty, empty)
+            self.keys[layer] = KeysAndValues(mx.zeros((2, mixer.kv_heads, 0, mixer.head_size), TYPES[self.type]))
         self.states: States = {}  # none: zeros
         self.position = 0  # behind which the states are
         self.checkpoints: Checkpoints[States] = Checkpoints(self._state_bytes)
 
     @property
     def capacity(self) -> int:
-        rooms = [held.keys.shape[2] for layer, held in self.keys.items() if not self._attention[layer].window]
+        rooms = [held.both.shape[2] for layer, held in self.keys.items() if not self._attention[layer].window]
         return max([self._capacity, len(self.tokens), *rooms])
 
     @property
     def nbytes(self) -> int:
-        arrays = [array for state in self.states.values() for array in state]
-        held = sum(held.nbytes for held in self.keys.values()) + sum(int(array.nbytes) for array in arrays)
-        return held + self.checkpoints.nbytes
+        arrays = [held.both for held in self.keys.values()]
+        arrays += [array for state in self.states.values() for array in state]
+        return sum(int(array.nbytes) for array in arrays) + self.checkpoints.nbytes
 
     def reserve(self, positions: int) -> None:
         """Room is made when tokens come: an Apple GPU's memory is also the computer's."""
@@ -114,9 +102,7 @@ class MetalCache(Cache):
 
     def copy_positions(self, other: Cache, positions: int) -> None:
         assert isinstance(other, MetalCache)
-        self.keys = {
-            layer: KeysAndValues(held.keys + 0, held.values + 0, held.first) for layer, held in other.keys.items()
-        }
+        self.keys = {layer: held._replace(both=mx.array(held.both)) for layer, held in other.keys.items()}
         self.checkpoints = other.checkpoints.until(positions)
         self.states, self.position = other.states_at(positions), positions
 

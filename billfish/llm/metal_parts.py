@@ -5,16 +5,18 @@ A part takes the normalized input x [rows, hidden] and gives what is added to th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from billfish.backends.metal.decoder import DecoderKernels, Heads
 from billfish.backends.metal.experts import open_gate
 from billfish.backends.metal.kernels import Kernels
 from billfish.llm.metal_cache import MetalCache, State, States
-from billfish.llm.metal_weights import MetalPacker
+from billfish.llm.metal_weights import MetalPacker, rounded
 from billfish.llm.model_weights import ModelTensors
 from billfish.models.description import (
     Attention,
@@ -33,10 +35,10 @@ from billfish.models.description import (
 
 LENGTH_EPSILON = 1e-6  # of keys and queries that get the length 1
 SMALLEST_SUM = 1e-20  # of the scores of a token's experts
-LARGEST = 65504.0  # of float16
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True)
+class Span:
     """The rows of one sequence in a pass."""
 
     cache: MetalCache
@@ -56,69 +58,96 @@ class Span(NamedTuple):
         return self.start + self.count
 
 
+class Pass:
+    """Rows of several sequences on their way through the layers."""
+
+    def __init__(self, spans: list[Span]) -> None:
+        self.spans = spans
+        self.positions = mx.array(np.concatenate([np.arange(s.start, s.end) for s in spans]).astype(np.int32))
+
+    def of_each(self, part: Callable[[Span], mx.array], axis: int = 0) -> mx.array:
+        """What a part makes of each sequence, one behind the other."""
+        made = [part(span) for span in self.spans]
+        return made[0] if len(made) == 1 else mx.concatenate(made, axis=axis)
+
+
 class Parts:
     """What all parts of a model are made with."""
 
     def __init__(self, tensors: ModelTensors, kernels: Kernels) -> None:
-        self.tensors, self.kernels, self.packer = tensors, kernels, MetalPacker(tensors, kernels)
+        self.tensors, self.packer, self.kernels = tensors, MetalPacker(tensors, kernels), DecoderKernels(kernels)
         self.epsilon = tensors.config.norm_epsilon
         self.type = mx.float16  # of activations, in the pass that is being described
-        # MLX takes wavelengths, not frequencies.
-        self.ropes = [(mx.array((1 / tensors.frequencies(r)).astype(np.float32)), r) for r in tensors.config.ropes]
+        self.ropes = [(mx.array(tensors.frequencies(rope).astype(np.float32)), rope) for rope in tensors.config.ropes]
 
     def rounded(self, x: mx.array) -> mx.array:
-        """As an activation: float16, where no number becomes infinite, or float32."""
-        return mx.clip(x, -LARGEST, LARGEST).astype(mx.float16) if self.type == mx.float16 else x.astype(mx.float32)
+        """As an activation of the pass."""
+        return rounded(x, self.type)
 
-    def vector(self, vector: Vector | None) -> mx.array | None:
-        return None if vector is None else mx.array(self.tensors.vector(vector))
+    def vector(self, vector: Vector) -> mx.array:
+        return mx.array(self.tensors.vector(vector))
+
+    def vector_if(self, vector: Vector | None) -> mx.array | None:
+        return None if vector is None else self.vector(vector)
 
     def norm(self, x: mx.array, weight: mx.array | None) -> mx.array:
         """RMSNorm over the last axis, in float32."""
         return mx.fast.rms_norm(x.astype(mx.float32), weight, self.epsilon)
 
-    def rotated(self, heads: mx.array, rope: int | None, start: int) -> mx.array:
-        """Heads [1, heads, count, size] of tokens at positions from `start` on."""
-        if rope is None:
-            return heads
-        wavelengths, about = self.ropes[rope]
-        if about.scaling.magnitude != 1:
-            factors = np.ones(heads.shape[-1], np.float32)
-            factors[: about.size] = about.scaling.magnitude
-            heads = heads * mx.array(factors)
-        return mx.fast.rope(
-            heads, about.size, traditional=about.adjacent, base=None, scale=1.0, offset=start, freqs=wavelengths
+
+class Residual:
+    """The residual stream float32 [rows, hidden]. What a part adds is taken in together with the next norm."""
+
+    def __init__(self, parts: Parts, x: mx.array) -> None:
+        self._parts, self._x = parts, x
+        self._added: tuple[mx.array, mx.array | None, float] | None = None
+
+    def add(self, y: mx.array, post_norm: mx.array | None, scale: float) -> None:
+        """x += scale post_norm(y). Nothing is added beside it before the next call."""
+        self._added = y, post_norm, scale
+
+    def normal(self, weight: mx.array | None) -> mx.array:
+        """Its RMSNorm as activations, or itself without a weight."""
+        y, post_norm, scale = self._added or (None, None, 1.0)
+        parts = self._parts
+        self._x, x = parts.kernels.add_norm(
+            self._x, y, post_norm, weight, epsilon=parts.epsilon, scale=scale, dtype=parts.type
         )
+        self._added = None
+        return x
+
+    def value(self) -> mx.array:
+        if self._added is not None:
+            y, post_norm, scale = self._added
+            self._added = None
+            self._x = self._x + scale * (y.astype(mx.float32) if post_norm is None else self._parts.norm(y, post_norm))
+        return self._x
+
+    def multiply(self, factor: mx.array) -> None:
+        self._x = self.value() * factor
 
 
 class MetalBlock:
     """x += scale post_norm(mixer(norm(x))), then the same with the feed-forward part; see description.Block."""
 
     def __init__(self, parts: Parts, block: Block) -> None:
-        self._parts, self._block = parts, block
-        self._mixer_norm, self._mixer_post_norm = parts.vector(block.mixer_norm), parts.vector(block.mixer_post_norm)
-        self._norm, self._post_norm = parts.vector(block.feed_forward_norm), parts.vector(block.feed_forward_post_norm)
+        self._scale, vector_if = block.residual_scale, parts.vector_if
+        self._mixer_norm, self._mixer_post_norm = vector_if(block.mixer_norm), vector_if(block.mixer_post_norm)
+        self._norm, self._post_norm = vector_if(block.feed_forward_norm), vector_if(block.feed_forward_post_norm)
         self._mixer = MIXERS[type(block.mixer)](parts, block.mixer)
         self._feed_forward = FEED_FORWARDS[type(block.feed_forward)](parts, block.feed_forward)
-        extra = block.per_layer_input
-        self._layer_input = None if extra is None else LayerInput(parts, extra)
-        self._output_scale = parts.vector(block.output_scale)
+        self._layer_input = None if block.per_layer_input is None else LayerInput(parts, block.per_layer_input)
+        self._output_scale = vector_if(block.output_scale)
 
-    def __call__(self, x: mx.array, spans: list[Span], layer: int, inputs: mx.array | None) -> mx.array:
+    def __call__(self, x: Residual, step: Pass, layer: int, inputs: mx.array | None) -> None:
         """inputs: what the layer takes beside the residual stream x."""
-        x = self._added(x, self._mixer(self._normal(x, self._mixer_norm), spans, layer), self._mixer_post_norm)
-        x = self._added(x, self._feed_forward(self._normal(x, self._norm), x), self._post_norm)
+        x.add(self._mixer(x.normal(self._mixer_norm), step, layer), self._mixer_post_norm, self._scale)
+        x.add(self._feed_forward(x.normal(self._norm), x), self._post_norm, self._scale)
         if self._layer_input is not None:
             assert inputs is not None
-            x = x + self._layer_input(x, inputs)
-        return x if self._output_scale is None else x * self._output_scale
-
-    def _normal(self, x: mx.array, weight: mx.array | None) -> mx.array:
-        return self._parts.rounded(x if weight is None else self._parts.norm(x, weight))
-
-    def _added(self, x: mx.array, y: mx.array, post_norm: mx.array | None) -> mx.array:
-        y = y.astype(mx.float32) if post_norm is None else self._parts.norm(y, post_norm)
-        return x + self._block.residual_scale * y
+            self._layer_input(x, inputs)
+        if self._output_scale is not None:
+            x.multiply(self._output_scale)
 
 
 class LayerInput:
@@ -129,10 +158,9 @@ class LayerInput:
         self._gate, self._projection = parts.packer.linear(part.gate), parts.packer.linear(part.projection)
         self._post_norm = parts.vector(part.post_norm)
 
-    def __call__(self, x: mx.array, inputs: mx.array) -> mx.array:
-        rounded, norm = self._parts.rounded, self._parts.norm
-        gate = self._gate(rounded(x)).astype(mx.float32)
-        return norm(self._projection(rounded(open_gate(gate, inputs, self._activation))), self._post_norm)
+    def __call__(self, x: Residual, inputs: mx.array) -> None:
+        gate = self._gate(x.normal(None)).astype(mx.float32)
+        x.add(self._projection(self._parts.rounded(open_gate(gate, inputs, self._activation))), self._post_norm, 1.0)
 
 
 # ---- token mixers ----------------------------------------------------------------------------------------------------
@@ -145,67 +173,61 @@ class AttentionPart:
         self._parts, self._about = parts, about
         self._qkv = parts.packer.joined([matrix for matrix in (about.q, about.k, about.v) if matrix is not None])
         self._output = parts.packer.linear(about.output)
-        self._q_norm, self._k_norm = parts.vector(about.q_norm), parts.vector(about.k_norm)
-        sinks = parts.vector(about.sinks)
-        self._sinks = sinks
-
-    def __call__(self, x: mx.array, spans: list[Span], layer: int) -> mx.array:
-        about = self._about
-        q, *kv = self._qkv(x)
-        gate = None
-        if about.gated:
-            both = q.reshape(len(x), about.heads, 2, about.head_size)
-            q, gate = both[:, :, 0], both[:, :, 1]
-        q = self._heads(q, about.heads, self._q_norm)
-        if kv:
-            k, v = self._heads(kv[0], about.kv_heads, self._k_norm), self._heads(kv[-1], about.kv_heads, None)
-            if about.v_norm:
-                v = self._parts.norm(v, None)
-        out = []
-        for span in spans:
-            if kv:
-                keys = self._parts.rotated(_by_head(k[span.rows]), about.rope, span.start)
-                held = span.cache.keys[layer]
-                span.cache.keys[layer] = held.with_rows(span.start, keys, _by_head(v[span.rows]), about.window)
-            queries = self._parts.rotated(_by_head(q[span.rows]), about.rope, span.start)
-            attended = self._attend(queries, span, layer if about.shares is None else about.shares)
-            out.append(attended[0].swapaxes(0, 1).reshape(span.count, -1))
-        y = out[0] if len(out) == 1 else mx.concatenate(out)
-        if gate is not None:
-            y = y.astype(mx.float32) * mx.sigmoid(gate.reshape(y.shape).astype(mx.float32))
-        return self._output(self._parts.rounded(y))
-
-    def _heads(self, x: mx.array, heads: int, norm: mx.array | None) -> mx.array:
-        """[rows, heads, head size], normalized where the layer does that."""
-        shape = (len(x), heads, self._about.head_size)
-        if norm is None:
-            return x.reshape(shape)
-        joint = norm.size != self._about.head_size
-        return (
-            self._parts.norm(x.reshape(len(x), -1), norm).reshape(shape)
-            if joint
-            else self._parts.norm(x.reshape(shape), norm)
+        self._q_norm, self._k_norm = parts.vector_if(about.q_norm), parts.vector_if(about.k_norm)
+        self._joint = self._q_norm is not None and self._q_norm.size != about.head_size  # norms over all heads
+        self._sinks = parts.vector_if(about.sinks)
+        frequencies, rope = (None, None) if about.rope is None else parts.ropes[about.rope]
+        self._heads = Heads(
+            about.heads,
+            0 if about.k is None else about.kv_heads,
+            about.head_size,
+            frequencies,
+            1.0 if rope is None else rope.scaling.magnitude,
+            rope is not None and rope.adjacent,
+            about.gated,
+            about.v is None,
+            None if self._joint else self._q_norm,
+            None if self._joint else self._k_norm,
+            about.v_norm,
         )
 
+    def __call__(self, x: mx.array, step: Pass, layer: int) -> mx.array:
+        about, qkv = self._about, self._qkv.together(x)
+        if self._joint:
+            qkv = self._normalized(qkv)
+        q, kv = self._parts.kernels.rotate(qkv, self._heads, step.positions, self._parts.epsilon)
+        for span in step.spans if about.k is not None else []:
+            held = span.cache.keys[layer]
+            span.cache.keys[layer] = held.with_rows(span.start, kv[:, :, span.rows], about.window)
+        source = layer if about.shares is None else about.shares
+        y = step.of_each(lambda span: self._attend(q[None, :, span.rows], span, source))
+        if about.gated:
+            gate = qkv[:, : 2 * y.shape[1]].reshape(len(x), about.heads, 2, -1)[:, :, 1].reshape(y.shape)
+            y = y.astype(mx.float32) * mx.sigmoid(gate.astype(mx.float32))
+        return self._output(y if y.dtype == self._parts.type else self._parts.rounded(y))
+
+    def _normalized(self, qkv: mx.array) -> mx.array:
+        q, *kv = mx.split(qkv, np.cumsum(self._qkv.sizes)[:-1].tolist(), axis=-1)
+        parts = [self._parts.norm(q, self._q_norm)]
+        if kv:
+            parts += [self._parts.norm(kv[0], self._k_norm), *(part.astype(mx.float32) for part in kv[1:])]
+        return self._parts.rounded(mx.concatenate(parts, axis=-1))
+
     def _attend(self, q: mx.array, span: Span, source: int) -> mx.array:
-        """Queries [1, heads, count, head size] -> the same of outputs."""
-        about, (count, end) = self._about, (span.count, span.end)
+        """Queries [1, heads, count, head size] -> outputs [count, heads * head size]."""
+        about, count = self._about, span.count
         if about.temperature is not None:
             growth, length = about.temperature
-            positions = np.arange(span.start, end) // length
-            q = q * mx.array((1 + growth * np.log1p(positions)).astype(np.float32))[:, None]
-        keys, values = span.cache.keys[source].seen(end, count, about.window)
+            positions = np.arange(span.start, span.end) // length
+            q = q * mx.array(1 + growth * np.log1p(positions)).astype(q.dtype)[:, None]
+        keys, values = span.cache.keys[source].seen(span.end, count, about.window)
         mask = _mask(count, keys.shape[2], about.window)
-        q = self._parts.rounded(q)
         if about.cap:
-            return _capped(q, keys, values, about.scale, about.cap, mask)
-        sinks = None if self._sinks is None else self._sinks.astype(q.dtype)
-        return mx.fast.scaled_dot_product_attention(q, keys, values, scale=about.scale, mask=mask, sinks=sinks)
-
-
-def _by_head(rows: mx.array) -> mx.array:
-    """[count, heads, size] -> [1, heads, count, size]."""
-    return rows.swapaxes(0, 1)[None]
+            y = _capped(q, keys, values, about.scale, about.cap, mask)
+        else:
+            sinks = None if self._sinks is None else self._sinks.astype(q.dtype)
+            y = mx.fast.scaled_dot_product_attention(q, keys, values, scale=about.scale, mask=mask, sinks=sinks)
+        return y[0].swapaxes(0, 1).reshape(count, -1)
 
 
 def _mask(count: int, keys: int, window: int) -> mx.array | str | None:
@@ -279,13 +301,11 @@ class DeltaNetPart:
         self._decay, self._step = parts.vector(about.decay), parts.vector(about.step)
         self._norm = parts.vector(about.norm)
 
-    def __call__(self, x: mx.array, spans: list[Span], layer: int) -> mx.array:
+    def __call__(self, x: mx.array, step: Pass, layer: int) -> mx.array:
         about = self._about
         qkv, z, beta, alpha = (part.astype(mx.float32) for part in self._products(x))
         decay, beta = mx.exp(self._decay * _softplus(alpha + self._step)), mx.sigmoid(beta)
-        out = mx.concatenate(
-            [self._scan(span, layer, qkv[span.rows], decay[span.rows], beta[span.rows]) for span in spans]
-        )
+        out = step.of_each(lambda span: self._scan(span, layer, qkv[span.rows], decay[span.rows], beta[span.rows]))
         gate = z.reshape(len(x), about.value_heads, about.value_size)
         y = self._parts.norm(out, self._norm) * _silu(gate)
         return self._output(self._parts.rounded(y.reshape(len(x), -1)))
@@ -324,12 +344,12 @@ class Mamba2Part:
         self._step, self._decay, self._skip = (parts.vector(v) for v in (about.step, about.decay, about.skip))
         self._norm = parts.vector(about.norm)
 
-    def __call__(self, x: mx.array, spans: list[Span], layer: int) -> mx.array:
+    def __call__(self, x: mx.array, step: Pass, layer: int) -> mx.array:
         about, size = self._about, self._about.heads * self._about.head_size
         rows = self._projection(x).astype(mx.float32)
         z, mixed, steps = mx.split(rows, [size, size + about.convolution.channels], axis=-1)
         steps = _softplus(steps + self._step)
-        out = mx.concatenate([self._scan(span, layer, mixed[span.rows], steps[span.rows]) for span in spans])
+        out = step.of_each(lambda span: self._scan(span, layer, mixed[span.rows], steps[span.rows]))
         y = (out * _silu(z)).reshape(len(x), about.groups, -1)
         y = self._parts.norm(y, None).reshape(len(x), size) * self._norm
         return self._output(self._parts.rounded(y))
@@ -364,16 +384,17 @@ class ShortConvolutionPart:
         self._projection, self._output = parts.packer.linear(about.projection), parts.packer.linear(about.output)
         self._convolution = CausalConvolution(parts, about.convolution)
 
-    def __call__(self, x: mx.array, spans: list[Span], layer: int) -> mx.array:
+    def __call__(self, x: mx.array, step: Pass, layer: int) -> mx.array:
         b, c, inner = mx.split(self._projection(x).astype(mx.float32), 3, axis=-1)
-        out, gated = [], b * inner
-        for span in spans:
-            (tail,) = span.states.get(layer, (None,))
-            y, tails = self._convolution(gated[span.rows], tail, span.cuts)
-            for after, kept in zip(span.after, tails, strict=True):
-                after[layer] = (kept,)
-            out.append(y)
-        return self._output(self._parts.rounded(c * mx.concatenate(out)))
+        gated = b * inner
+        return self._output(self._parts.rounded(c * step.of_each(lambda s: self._convolved(s, layer, gated[s.rows]))))
+
+    def _convolved(self, span: Span, layer: int, rows: mx.array) -> mx.array:
+        (tail,) = span.states.get(layer, (None,))
+        y, tails = self._convolution(rows, tail, span.cuts)
+        for after, kept in zip(span.after, tails, strict=True):
+            after[layer] = (kept,)
+        return y
 
 
 # ---- feed-forward parts ----------------------------------------------------------------------------------------------
@@ -383,12 +404,11 @@ class DensePart:
     """down(activation(gate x) * up x)."""
 
     def __init__(self, parts: Parts, about: Dense) -> None:
-        self._parts, self._activation = parts, about.activation
-        self._gate_up, self._down = parts.packer.joined([about.gate, about.up]), parts.packer.linear(about.down)
+        self._gate_up = parts.packer.gate_up(about.gate, about.up, about.activation)
+        self._down = parts.packer.linear(about.down)
 
-    def __call__(self, x: mx.array, residual: mx.array) -> mx.array:
-        gate, up = (part.astype(mx.float32) for part in self._gate_up(x))
-        return self._down(self._parts.rounded(open_gate(gate, up, self._activation)))
+    def __call__(self, x: mx.array, residual: Residual) -> mx.array:
+        return self._down(self._gate_up(x))
 
 
 class MixturePart:
@@ -401,9 +421,9 @@ class MixturePart:
         self._gate_up = [parts.packer.experts(stack) for stack in stacks]
         self._down = parts.packer.experts(about.down)
         self._shared = None if about.shared is None else DensePart(parts, about.shared)
-        self._shared_gate = parts.vector(about.shared_gate)
+        self._shared_gate = parts.vector_if(about.shared_gate)
 
-    def __call__(self, x: mx.array, residual: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, residual: Residual) -> mx.array:
         y = self.chosen(x, x)
         if self._shared is None:
             return y
@@ -426,7 +446,7 @@ class RouterPart:
 
     def __init__(self, parts: Parts, about: Router) -> None:
         self._about, self._matrix = about, parts.packer.linear(about.matrix)
-        self._bias, self._scale = parts.vector(about.selection_bias), parts.vector(about.expert_scale)
+        self._bias, self._scale = parts.vector_if(about.selection_bias), parts.vector_if(about.expert_scale)
 
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Experts uint32 [rows, chosen] and their weights float32."""
@@ -464,17 +484,17 @@ class DenseAndMixturePart:
             parts.vector(about.mixture_post_norm),
         )
 
-    def __call__(self, x: mx.array, residual: mx.array) -> mx.array:
-        norm, rounded = self._parts.norm, self._parts.rounded
-        routed, inner = rounded(norm(residual, self._router_norm)), rounded(norm(residual, self._mixture_norm))
+    def __call__(self, x: mx.array, residual: Residual) -> mx.array:
+        norm = self._parts.norm
+        routed, inner = residual.normal(self._router_norm), residual.normal(self._mixture_norm)
         mixed = norm(self._mixture.chosen(inner, routed), self._mixture_post_norm)
         return norm(self._dense(x, residual), self._dense_post_norm) + mixed
 
 
-MIXERS = {
+MIXERS: dict[type, Any] = {
     Attention: AttentionPart,
     GatedDeltaNet: DeltaNetPart,
     ShortConvolution: ShortConvolutionPart,
     Mamba2: Mamba2Part,
 }
-FEED_FORWARDS = {Dense: DensePart, Mixture: MixturePart, DenseAndMixture: DenseAndMixturePart}
+FEED_FORWARDS: dict[type, Any] = {Dense: DensePart, Mixture: MixturePart, DenseAndMixture: DenseAndMixturePart}

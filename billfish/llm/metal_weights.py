@@ -11,7 +11,8 @@ import numpy as np
 
 from billfish.backends.base import Problem
 from billfish.backends.metal import MLX, experts, has_kernels
-from billfish.backends.metal.kernels import Kernels
+from billfish.backends.metal.experts import open_gate
+from billfish.backends.metal.kernels import MATVEC_ROWS, Kernels
 from billfish.backends.metal.layout import MetalWeights, lay_out, lay_out_experts
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import QuantizedTensor
@@ -21,6 +22,8 @@ from billfish.models.description import Matrix, Stack
 from billfish.ops.matmul import dequantize
 
 Weights = MetalWeights | mx.array
+EIGHT = 8  # rows of gate, then of up: a panel of the kernels has both
+LARGEST = 65504.0  # of float16
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,12 @@ class Linear:
     bias: mx.array | None = None
     order: mx.array | None = None  # of the columns of x
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, gate: str | None = None) -> mx.array:
+        """gate: see `Kernels.multiply`."""
         if self.order is not None:
             x = mx.take(x, self.order, axis=-1)
         if isinstance(self.weights, MetalWeights):
-            return self.kernels.multiply(x, self.weights, self.bias)
+            return self.kernels.multiply(x, self.weights, self.bias, gate=gate)
         y = x @ self.weights.T
         return (y if self.bias is None else y + self.bias).astype(x.dtype)
 
@@ -50,9 +54,36 @@ class Joined:
 
     def __call__(self, x: mx.array) -> list[mx.array]:
         """y of each matrix."""
+        return list(mx.split(self.together(x), np.cumsum(self.sizes)[:-1].tolist(), axis=-1))
+
+    def together(self, x: mx.array) -> mx.array:
+        """All y, side by side."""
         made = [part(x) for part in self.parts]
-        together = made[0] if len(made) == 1 else mx.concatenate(made, axis=-1)
-        return mx.split(together, np.cumsum(self.sizes)[:-1].tolist(), axis=-1)
+        return made[0] if len(made) == 1 else mx.concatenate(made, axis=-1)
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """activation(gate x) * up x. `weights` has eight rows of gate, eight of up, and so on; or `apart` has both."""
+
+    activation: str
+    weights: Linear | None
+    apart: tuple[Linear, ...] = ()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self.weights is not None and len(x) <= MATVEC_ROWS and isinstance(self.weights.weights, MetalWeights):
+            return self.weights(x, self.activation)
+        if self.weights is not None:
+            both = self.weights(x).reshape(len(x), -1, 2, EIGHT)
+            gate, up = both[:, :, 0].reshape(len(x), -1), both[:, :, 1].reshape(len(x), -1)
+        else:
+            gate, up = (part(x) for part in self.apart)
+        return rounded(open_gate(gate.astype(mx.float32), up.astype(mx.float32), self.activation), x.dtype)
+
+
+def rounded(x: mx.array, dtype: mx.Dtype) -> mx.array:
+    """As an activation: in float16 no number becomes infinite."""
+    return mx.clip(x, -LARGEST, LARGEST).astype(dtype) if dtype == mx.float16 else x.astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -96,6 +127,15 @@ class MetalPacker:
         self._tensors.source.tensors.release()
         return Joined(parts, tuple(matrix.rows for matrix in matrices))
 
+    def gate_up(self, gate: Matrix, up: Matrix, activation: str) -> GateUp:
+        """As one matrix whose rows alternate by eights, where the two have one format."""
+        tensors = [self._tensors.matrix(matrix) for matrix in (gate, up)]
+        if alike(*tensors) and gate.rows % EIGHT == 0:
+            order = np.arange(2 * gate.rows).reshape(2, -1, EIGHT).transpose(1, 0, 2).ravel()
+            return GateUp(activation, self._linear([gate, up], tensors, order))
+        apart = tuple(self._linear([m], [t]) for m, t in zip((gate, up), tensors, strict=True))
+        return GateUp(activation, None, apart)
+
     def experts(self, stack: Stack) -> ExpertLinear:
         tensor = self._tensors.stack(stack)
         bias = self._tensors.bias(stack)
@@ -116,13 +156,14 @@ class MetalPacker:
             return self._kernels.embed(table, tokens, mx.float32)
         return table[tokens].astype(mx.float32)
 
-    def _linear(self, matrices: Sequence[Matrix], tensors: Sequence[Tensor]) -> Linear:
-        tensor = stacked(tensors, None)
+    def _linear(self, matrices: Sequence[Matrix], tensors: Sequence[Tensor], rows: Any = None) -> Linear:
+        tensor = stacked(tensors, rows)
         biases = [self._tensors.bias(matrix) for matrix in matrices]
         bias = None
         if any(each is not None for each in biases):
             parts = [np.zeros(m.rows, np.float32) if b is None else b for b, m in zip(biases, matrices, strict=True)]
-            bias = mx.array(np.concatenate(parts))
+            together = np.concatenate(parts)
+            bias = mx.array(together if rows is None else together[rows])
         order = tensor.permutation if isinstance(tensor, QuantizedTensor) else None
         return Linear(self._kernels, self._packed(tensor), bias, None if order is None else mx.array(order))
 
