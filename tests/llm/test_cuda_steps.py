@@ -18,7 +18,7 @@ from llm_models import Small, write_model
 from serving_support import submit
 
 import billfish as bf
-from billfish.backends.cuda import decoder
+from billfish.backends.cuda import decoder, step_memory
 from billfish.core.errors import BackendUnavailable
 from billfish.llm import Model, cuda, cuda_kv_cache, load
 from billfish.llm.sampler import Sampling
@@ -41,7 +41,7 @@ class FakeGpu(FakeDriver):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
-        for module in (decoder, cuda, cuda_kv_cache):
+        for module in (decoder, step_memory, cuda, cuda_kv_cache):
             monkeypatch.setattr(module, "driver", lambda: self)
         monkeypatch.setattr(decoder, "compile_together", lambda *_: None)
         self.capture: list[Any] | None = None
@@ -150,13 +150,13 @@ class FakeGpu(FakeDriver):
             tokens, positions = (numbers(values[i], rows).copy() for i in (2, 3))
             self._now = tokens, positions
             self._scored = np.arange(rows)
-        elif source == "rotate.cu" and values[15] == 0:  # the first layer
+        elif source == "rotate.cu" and values[20] == 0:  # the first layer
             tokens, positions = self._now
-            texts, pages_of_text = numbers(values[8], len(tokens)), values[16]
+            texts, pages_of_text = numbers(values[8], len(tokens)), values[21]
             table = numbers(values[9], (int(texts.max()) + 1) * pages_of_text, ctypes.c_uint64).reshape(
                 -1, pages_of_text
             )
-            pages = table[texts, positions // decoder.PAGE]
+            pages = table[texts, positions // step_memory.PAGE]
             for page in pages:
                 self._room(int(page), 1)
             self.fed.append([(int(t), int(p), int(page)) for t, p, page in zip(tokens, positions, pages, strict=True)])
@@ -205,7 +205,7 @@ def check_fed(gpu: FakeGpu, text: list[int], pages: list[int]) -> None:
     """The last step at each position of a text had its token, in the page of that position."""
     last = {position: (token, page) for step in gpu.fed for token, position, page in step if page in pages}
     for position, token in enumerate(text):
-        assert last[position] == (token, pages[position // decoder.PAGE]), position
+        assert last[position] == (token, pages[position // step_memory.PAGE]), position
 
 
 def test_an_answer_counts_up_through_pages_and_graphs(gpu, model):
@@ -213,7 +213,7 @@ def test_an_answer_counts_up_through_pages_and_graphs(gpu, model):
     answer = tokens_of(model.generate(counting(10, 70), max_tokens=100, cache=cache))
     assert answer == counting(80, 100)
     assert cache.tokens == counting(10, 169)
-    check_fed(gpu, cache.tokens, cache.pages)
+    check_fed(gpu, cache.tokens, cache.lists[0].pages)
     assert len(gpu.graphs) == 1
     single = [step for step in gpu.fed if len(step) == 1]
     assert len(single) == 100  # 99 tokens after the first, and one step ahead that nobody asked for
@@ -256,7 +256,7 @@ def test_texts_without_a_sampler_are_only_fed(gpu, model):
     assert model.decoder.choose(list(zip(caches, texts, strict=True)), samplers, None) == [51, 180]
     for cache, text in zip(caches, texts, strict=True):
         assert cache.tokens == text
-        check_fed(gpu, text, cache.pages)
+        check_fed(gpu, text, cache.lists[0].pages)
 
 
 def test_what_the_kernel_does_not_choose_is_chosen_from_scores(gpu, model):
@@ -274,7 +274,7 @@ def test_what_the_kernel_does_not_choose_is_chosen_from_scores(gpu, model):
     assert asked == [3]
     for cache, text in zip(caches, texts, strict=True):
         assert cache.tokens == text
-        check_fed(gpu, text, cache.pages)
+        check_fed(gpu, text, cache.lists[0].pages)
 
 
 def test_an_engine_on_a_gpu(gpu, model):
@@ -285,7 +285,7 @@ def test_an_engine_on_a_gpu(gpu, model):
             expected = counting(prompt[-1] + 1, 40)
             assert answer.wait().ids == (expected[: expected.index(1)] if 1 in expected else expected)
         assert engine.counts().cached_tokens >= 64
-        assert engine.counts().cache_bytes_bound == 3 * 4 * model.decoder._pool.page_bytes
+        assert engine.counts().cache_bytes_bound == 3 * 4 * model.decoder._pool.pools[0].page_bytes
 
 
 @pytest.mark.parametrize("kernel", ["embed.cu", "attend.cu", "choose.cu"])
@@ -302,24 +302,24 @@ def test_an_interrupted_step_is_taken_for_no_answer(gpu, model, kernel):
     assert [cache.tokens for cache in caches] == [[], [], []]
     assert tokens_of(first) == counting(6, 20)
     assert model.decoder.choose(passages, samplers, None) == [51, 101, 151]
-    check_fed(gpu, [100], caches[1].pages)
+    check_fed(gpu, [100], caches[1].lists[0].pages)
 
 
 def test_pages_are_given_back_and_used_again(model):
     for _ in range(20):
         tokens_of(model.generate(counting(3, 200), max_tokens=5))
     gc.collect()
-    pool = model.decoder._pool
+    pool = model.decoder._pool.pools[0]
     assert len(pool._slabs) == 1
     assert len(pool._free) * pool.page_bytes == pool._slabs[0].nbytes
     cache = model.cache()
     other = cache.copy()
-    assert not {*cache.pages} & {*other.pages}
+    assert not {*cache.lists[0].pages} & {*other.lists[0].pages}
 
 
 def test_a_cache_that_is_collected_while_another_takes_pages(model, monkeypatch):
     """Garbage is collected anywhere, so in the pool too: no page is lost, and none is given twice."""
-    pool = model.decoder._pool
+    pool = model.decoder._pool.pools[0]
     grow = type(pool)._grow
     monkeypatch.setattr(cuda_kv_cache, "SLAB_BYTES", 1)
     abandoned = [model.stream(counting(3, 40), max_tokens=50) for _ in range(2)]
@@ -335,7 +335,7 @@ def test_a_cache_that_is_collected_while_another_takes_pages(model, monkeypatch)
 
     monkeypatch.setattr(type(pool), "_grow", collecting)
     caches = [model.decoder.cache(200) for _ in range(8)]
-    pages = [page for cache in caches for page in cache.pages]
+    pages = [page for cache in caches for page in cache.lists[0].pages]
     assert len({*pages, *pool._free}) == len(pages) + len(pool._free)
     assert sum(slab.nbytes for slab in pool._slabs) == (len(pages) + len(pool._free)) * pool.page_bytes > taken
 
@@ -394,7 +394,7 @@ def test_memory_that_ends_while_weights_are_packed_is_known_by_its_code(gpu, tmp
 def test_caches_without_room_are_told_of_streams_by_an_engine(gpu, model, monkeypatch):
     """`serve` spoke of llm.generate."""
     monkeypatch.setattr(gpu, "cuMemAlloc", lambda nbytes: (Code(2), 0))
-    model.decoder._pool._free.clear()
+    model.decoder._pool.pools[0]._free.clear()
     with pytest.raises(bf.ModelError, match=r"64 more positions of KV cache: .* GB") as caught:
         model.decoder.cache(64)
     assert "llm.generate" not in str(caught.value)
