@@ -249,7 +249,7 @@ marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, cons
       const u32 gate = *(const u32*)(q + (size_t)row * q_stride + (2 * head + 1) * HEAD + at);
       low /= 1 + power_of_two(-1.44269504f * TYPE::to_float((u16)gate)), high /= 1 + power_of_two(-1.44269504f * TYPE::to_float((u16)(gate >> 16)));
     }
-    *(u32*)(out + ((size_t)row * heads + head) * HEAD + at) = TYPE::pack(low, high);
+    *(u32*)(out + ((size_t)row * heads + head) * HEAD + at) = TYPE::pack_finite(low, high);
   };
   if constexpr (!FEW) {
 #pragma unroll

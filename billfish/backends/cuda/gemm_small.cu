@@ -137,7 +137,7 @@ typedef float Output;
 DEVICE void put(float* y, size_t i, float v) { y[i] = v; }
 #else
 typedef u16 Output;
-DEVICE void put(u16* y, size_t i, float v) { y[i] = (u16)TYPE::pack(v, 0); }
+DEVICE void put(u16* y, size_t i, float v) { y[i] = (u16)TYPE::pack_finite(v, 0); }
 #endif
 
 DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale, const u16* __restrict__ x, const void* __restrict__ bias,

@@ -27,7 +27,7 @@ extern "C" __global__ void marlin_layer_inputs(const u8* __restrict__ weights, c
     for (int column = max(first, brick * 128) + lane; column < min(first + SIZE, brick * 128 + 128); column += 32) {
       const int i = column - first;
       const float own = NUMBER::to_float(from[i]) * factor * norm[i];
-      out[((size_t)layer * rows + row) * SIZE + i] = (u16)NUMBER::pack((own + scale * values[token % 16][column % 128]) * 0.70710678f, 0);
+      out[((size_t)layer * rows + row) * SIZE + i] = (u16)NUMBER::pack_finite((own + scale * values[token % 16][column % 128]) * 0.70710678f, 0);
     }
   }
 }

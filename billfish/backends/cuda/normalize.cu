@@ -67,5 +67,5 @@ marlin_normalize(float* __restrict__ hidden, const u16* __restrict__ added, cons
 #pragma unroll
   for (int i = 0; i < EACH; i++)
     if (const int at = i * THREADS + threadIdx.x; at < FOURS)
-      ((uint2*)(x + (size_t)blockIdx.x * HIDDEN))[at] = make_uint2(TYPE::pack(v[i].x * own * w[i].x, v[i].y * own * w[i].y), TYPE::pack(v[i].z * own * w[i].z, v[i].w * own * w[i].w));
+      ((uint2*)(x + (size_t)blockIdx.x * HIDDEN))[at] = make_uint2(TYPE::pack_finite(v[i].x * own * w[i].x, v[i].y * own * w[i].y), TYPE::pack_finite(v[i].z * own * w[i].z, v[i].w * own * w[i].w));
 }

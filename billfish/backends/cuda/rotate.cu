@@ -54,10 +54,10 @@ marlin_rotate(u16* __restrict__ q, const u16* __restrict__ k, const u16* __restr
   if (is_q) {
     if (growth > 0) scale *= 1 + growth * logf(1 + (float)(position / growth_length));
     u16* to = (u16*)from;
-    to[first] = (u16)TYPE::pack(a * scale, 0), to[second] = (u16)TYPE::pack(b * scale, 0);
+    to[first] = (u16)TYPE::pack_finite(a * scale, 0), to[second] = (u16)TYPE::pack_finite(b * scale, 0);
   } else {
     u8* to = (u8*)tile_at(page, offset, is_v, kv_heads, kv_head);
-    *(u16*)(to + in_tile(position % PAGE, first)) = (u16)TYPE::pack(a, 0);
-    *(u16*)(to + in_tile(position % PAGE, second)) = (u16)TYPE::pack(b, 0);
+    *(u16*)(to + in_tile(position % PAGE, first)) = (u16)TYPE::pack_finite(a, 0);
+    *(u16*)(to + in_tile(position % PAGE, second)) = (u16)TYPE::pack_finite(b, 0);
   }
 }

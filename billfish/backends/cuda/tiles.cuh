@@ -95,7 +95,7 @@ DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], const 
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const float2 gate = pair(i, 0), v = pair(i, 1);
-        pairs[i] = TYPE::pack(pass_gate(gate.x, v.x), pass_gate(gate.y, v.y));
+        pairs[i] = TYPE::pack_finite(pass_gate(gate.x, v.x), pass_gate(gate.y, v.y));
       }
       store_matrices_transposed(write_at + j % 2 * 2048, pairs);
     } else {
@@ -103,7 +103,7 @@ DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], const 
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float2 v = pair(i & 1, i >> 1);
-        pairs[i] = TYPE::pack(v.x, v.y);
+        pairs[i] = TYPE::pack_finite(v.x, v.y);
       }
       store_matrices_transposed(write_at + j % 2 * 2048, pairs);
     }

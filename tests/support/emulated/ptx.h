@@ -121,6 +121,10 @@ EMULATED void fma_rn_bf16x2(uint32_t& d, uint32_t a, uint32_t b, uint32_t c) { f
 EMULATED void mul_rn_f16x2(uint32_t& d, uint32_t a, uint32_t b) { fma2<10>(d, a, b, 0x80008000); }  // -0 changes nothing
 EMULATED void add_rn_f16x2(uint32_t& d, uint32_t a, uint32_t b) { fma2<10>(d, a, 0x3c003c00, b); }
 EMULATED void cvt_rn_f16x2_f32(uint32_t& d, float high, float low) { pairs<10>(d, [&](int half) { return half ? high : low; }); }
+EMULATED void cvt_rn_satfinite_f16x2_f32(uint32_t& d, float high, float low) {
+  const auto finite = [](float v) { return v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v; };
+  cvt_rn_f16x2_f32(d, finite(high), finite(low));
+}
 EMULATED void cvt_rn_bf16x2_f32(uint32_t& d, float high, float low) { pairs<7>(d, [&](int half) { return half ? high : low; }); }
 // Nearest E4M3, ties to even; what is too large becomes 448.
 EMULATED uint8_t to_e4m3(float v) {
