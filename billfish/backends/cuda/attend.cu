@@ -12,7 +12,10 @@
 #include "hopper.cuh"
 #include "pages.cuh"
 
-constexpr int STEPS = WIDE / 16, EIGHTS = WIDE / 8;                     // of 16 and of 8 numbers of a head
+// Heads of more than 256 numbers: registers hold half of the output, so that a CTA has the half of the columns of values, and no queries, which
+// lie in shared memory.
+constexpr int HALVES = WIDE > 256 ? 2 : 1, COLUMNS = WIDE / HALVES;
+constexpr int STEPS = WIDE / 16, EIGHTS = COLUMNS / 8;                  // of 16 numbers of a head and of 8 columns
 constexpr int KEYS = FEW ? PAGE / WARPS : PAGE;                         // that a warp takes of a tile
 constexpr int CHUNKS = FEW ? (GROUP + 15) / 16 : 1;  // CTAs for the heads of a group
 constexpr int AT_ONCE = WIDE > 128 ? 16 : KEYS;            // keys whose scores are in registers, beside large heads
@@ -89,23 +92,46 @@ template <int COUNT, class Of, class Values> DEVICE Sum add_up(Of of, Values val
   return all;
 }
 
+// A lane's part of sixteen rows of q, as the A operand of an mma.
+struct Query {
+  u32 a[HALVES == 1 ? STEPS : 1][4], at;  // or their address in shared memory
+  __device__ __forceinline__ void put(int step, const u32 (&part)[4]) {
+    if constexpr (HALVES == 1) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[step][i] = part[i];
+    } else store_shared16(at + step * 512, make_float4(__uint_as_float(part[0]), __uint_as_float(part[1]), __uint_as_float(part[2]), __uint_as_float(part[3])));
+  }
+  __device__ __forceinline__ void get(int step, u32 (&part)[4]) const {
+    if constexpr (HALVES == 1) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) part[i] = a[step][i];
+    } else {
+      const uint4 v = load_shared16(at + step * 512);
+      part[0] = v.x, part[1] = v.y, part[2] = v.z, part[3] = v.w;
+    }
+  }
+};
+
 // A warp's partial results for its sixteen rows: of the rows g and g + 8, the largest score, the sum of powers and the weighted values.
 struct Found {
   float largest[2] = {-INFINITE, -INFINITE}, sum[2] = {}, out[EIGHTS][4] = {};
 
   // Adds COUNT keys from `first` on, whose tile is at `keys` and `values`; row h attends to those below `seen[h]`, to `window` of them.
-  template <int COUNT> __device__ __forceinline__ void take(const u32 (&q)[STEPS][4], u32 keys, u32 values, int first, int from, const int (&seen)[2], int lane, bool masked, int window, float cap) {
+  template <int COUNT> __device__ __forceinline__ void take(const Query& query, u32 keys, u32 values, int half, int first, int from, const int (&seen)[2], int lane, bool masked, int window, float cap) {
     float s[COUNT / 8][4] = {};
     const int i = lane >> 3, r = lane & 7, c = lane & 3;
 #pragma unroll
-    for (int step = 0; step < STEPS; step++)
+    for (int step = 0; step < STEPS; step++) {
+      u32 q[4];
+      query.get(step, q);
 #pragma unroll
       for (int n = 0; n < COUNT / 16; n++) {
         u32 b[4];
         load_matrices(b, keys + (first + n * 16 + (i >> 1) * 8 + r) * ROW_BYTES + ((step * 2 + (i & 1) ^ r) << 4));
-        TYPE::mma(s[2 * n], q[step], b[0], b[1]);
-        TYPE::mma(s[2 * n + 1], q[step], b[2], b[3]);
+        TYPE::mma(s[2 * n], q, b[0], b[1]);
+        TYPE::mma(s[2 * n + 1], q, b[2], b[3]);
       }
+    }
     if (CAPPED)
 #pragma unroll
       for (int n = 0; n < COUNT / 8; n++)
@@ -143,7 +169,7 @@ struct Found {
 #pragma unroll
       for (int d = 0; d < EIGHTS / 2; d++) {
         u32 b[4];
-        load_matrices_transposed(b, values + (first + n * 16 + (i & 1) * 8 + r) * ROW_BYTES + ((d * 2 + (i >> 1) ^ r) << 4));
+        load_matrices_transposed(b, values + (first + n * 16 + (i & 1) * 8 + r) * ROW_BYTES + ((half * EIGHTS + d * 2 + (i >> 1) ^ r) << 4));
         TYPE::mma(out[2 * d], p, b[0], b[1]);
         TYPE::mma(out[2 * d + 1], p, b[2], b[3]);
       }
@@ -168,7 +194,7 @@ marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, cons
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ __align__(8) u64 barriers[STAGES];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const int kv_head = blockIdx.y / CHUNKS, chunk = blockIdx.y % CHUNKS;
+  const int half = HALVES == 1 ? 0 : blockIdx.y % HALVES, kv_head = blockIdx.y / HALVES / CHUNKS, chunk = blockIdx.y / HALVES % CHUNKS;
   const int4 block = FEW ? make_int4(blockIdx.z, 1, blockIdx.z, positions[blockIdx.z]) : blocks[blockIdx.x];
   const int first_row = block.x, count = block.y, text = block.z, first_position = block.w;
   const int part = FEW ? blockIdx.x : 0, parts = FEW ? gridDim.x : 1;
@@ -203,25 +229,30 @@ marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, cons
   }
 #endif
   // A lane's rows, g and g + 8 of its warp's.
-  u32 a[STEPS][4];
+  Query query;
+  query.at = tiles.values + STAGES * TILE_BYTES + warp * 32 * WIDE + lane * 16;
   int seen[2], row_of[2], head_of[2];
+  const u16* from_row[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int i = (FEW ? chunk : warp) * 16 + g + 8 * h, position = i / GROUP;
     const bool valid = FEW ? i < GROUP : position < count;
     row_of[h] = valid ? first_row + position : -1, head_of[h] = kv_head * GROUP + i % GROUP;
     seen[h] = first_position + (valid ? position : 0) + 1;
-    const u16* from = q + (size_t)max(0, row_of[h]) * q_stride + head_of[h] * (1 + OUTPUT_GATE) * HEAD;
-#pragma unroll
-    for (int step = 0; step < STEPS; step++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const int at = step * 16 + j * 8 + 2 * c;
-        a[step][j * 2 + h] = valid && at < HEAD ? *(const u32*)(from + at) : 0;
-      }
+    from_row[h] = q + (size_t)max(0, row_of[h]) * q_stride + head_of[h] * (1 + OUTPUT_GATE) * HEAD;
   }
-  // Of a warp's rows, the first attends to the fewest keys and the last to the most.
-  const int least = first_position + (FEW ? 0 : warp * 16 / GROUP) + 1, most = first_position + (FEW ? 0 : min(count - 1, (warp * 16 + 15) / GROUP)) + 1;
+#pragma unroll
+  for (int step = 0; step < STEPS; step++) {
+    u32 part[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int h = i % 2, at = step * 16 + i / 2 * 8 + 2 * c;
+      part[i] = row_of[h] >= 0 && at < HEAD ? *(const u32*)(from_row[h] + at) : 0;
+    }
+    query.put(step, part);
+  }
+  // Of a warp's rows, the first attends to the fewest keys and the last to the most; a warp without rows to none.
+  const int least = first_position + (FEW ? 0 : warp * 16 / GROUP) + 1, most = !FEW && warp * 16 / GROUP >= count ? 0 : first_position + (FEW ? 0 : min(count - 1, (warp * 16 + 15) / GROUP)) + 1;
   Found found;
   u32 parity = 0;
   for (int i = 0; i < mine; i++) {
@@ -234,7 +265,7 @@ marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, cons
     }
     const bool some = from < most && (!WINDOWED || from + PAGE > least - window), masked = from + PAGE > least || (WINDOWED && from < most - window);
     for (int first = FEW ? warp * KEYS : 0, end = first + KEYS; first < end && some; first += AT_ONCE)
-      found.take<AT_ONCE>(a, keys, values, first, from, seen, lane, masked, window, cap);
+      found.take<AT_ONCE>(query, keys, values, half, first, from, seen, lane, masked, window, cap);
     __syncthreads();
     if (i + STAGES < mine) tiles.fetch(tile_of(i + STAGES), stage);
     tiles.commit();
@@ -256,12 +287,12 @@ marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, cons
     for (int h = 0; h < 2; h++)
 #pragma unroll
       for (int n = 0; n < EIGHTS; n++)
-        if (row_of[h] >= 0) put(row_of[h], head_of[h], n * 8 + 2 * c, found.largest[h], found.sum[h], found.out[n][2 * h], found.out[n][2 * h + 1]);
+        if (row_of[h] >= 0) put(row_of[h], head_of[h], half * COLUMNS + n * 8 + 2 * c, found.largest[h], found.sum[h], found.out[n][2 * h], found.out[n][2 * h + 1]);
     return;
   }
-  // Of the warps, [WARPS][16][WIDE] values, [WARPS][16] largest and sums, in the place of the tiles; the CTA's own are the first ones.
+  // Of the warps, [WARPS][16][COLUMNS] values, [WARPS][16] largest and sums, in the place of the tiles; the CTA's own are the first ones.
   float* outs = (float*)shared;
-  float* largest = outs + WARPS * 16 * WIDE;
+  float* largest = outs + WARPS * 16 * COLUMNS;
   float* sums = largest + WARPS * 16;
   __shared__ float2 of_row[16];  // the CTA's largest and sum
   __syncthreads();
@@ -270,27 +301,27 @@ marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, cons
     const int row = warp * 16 + g + 8 * h;
     if (c == 0) largest[row] = found.largest[h], sums[row] = found.sum[h];
 #pragma unroll
-    for (int n = 0; n < EIGHTS; n++) *(float2*)(outs + row * WIDE + n * 8 + 2 * c) = make_float2(found.out[n][2 * h], found.out[n][2 * h + 1]);
+    for (int n = 0; n < EIGHTS; n++) *(float2*)(outs + row * COLUMNS + n * 8 + 2 * c) = make_float2(found.out[n][2 * h], found.out[n][2 * h + 1]);
   }
   __syncthreads();
   const int rows = min(16, GROUP - chunk * 16), used = min(parts, all);
-  for (int i = threadIdx.x * 2; i < rows * WIDE; i += WARPS * 64) {
-    const int row = i / WIDE;
+  for (int i = threadIdx.x * 2; i < rows * COLUMNS; i += WARPS * 64) {
+    const int row = i / COLUMNS;
     const Sum sum = add_up<WARPS>([&](int w) { return make_float2(largest[w * 16 + row], sums[w * 16 + row]); },
-                        [&](int w) { return *(float2*)(outs + w * 16 * WIDE + i); }, WARPS);
-    if (used == 1 && part == 0) put(first_row, kv_head * GROUP + chunk * 16 + row, i % WIDE, sum.largest, sum.sum, sum.low, sum.high);
+                        [&](int w) { return *(float2*)(outs + w * 16 * COLUMNS + i); }, WARPS);
+    if (used == 1 && part == 0) put(first_row, kv_head * GROUP + chunk * 16 + row, half * COLUMNS + i % COLUMNS, sum.largest, sum.sum, sum.low, sum.high);
     *(float2*)(outs + i) = make_float2(sum.low, sum.high);
-    if (i % WIDE == 0) of_row[row] = make_float2(sum.largest, sum.sum);
+    if (i % COLUMNS == 0) of_row[row] = make_float2(sum.largest, sum.sum);
   }
 #if __CUDA_ARCH__ >= 900
   if (used == 1) return;  // the same for all CTAs of a cluster
   cluster_meet();
-  for (int i = (part * WARPS * 32 + threadIdx.x) * 2; i < rows * WIDE; i += parts * WARPS * 64) {
-    const int row = i / WIDE;
+  for (int i = (part * WARPS * 32 + threadIdx.x) * 2; i < rows * COLUMNS; i += parts * WARPS * 64) {
+    const int row = i / COLUMNS;
     const u32 about = shared_address(of_row + row), values = shared_address(outs + i);
-    const Sum sum = add_up<8>([&](int from) { return load_cluster(cluster_address(about, from)); },
+    const Sum sum = add_up<16>([&](int from) { return load_cluster(cluster_address(about, from)); },
                         [&](int from) { return load_cluster(cluster_address(values, from)); }, used);
-    put(first_row, kv_head * GROUP + chunk * 16 + row, i % WIDE, sum.largest, sum.sum, sum.low, sum.high);
+    put(first_row, kv_head * GROUP + chunk * 16 + row, half * COLUMNS + i % COLUMNS, sum.largest, sum.sum, sum.low, sum.high);
   }
   cluster_meet();  // others may still read here
 #endif

@@ -11,7 +11,8 @@ from billfish.backends.cuda.launcher import DeviceMatrix, Launcher
 from billfish.backends.cuda.step_memory import PAGE, Batch, StepMemory
 
 FEW_WARPS, MANY_WARPS, STAGES = 4, 8, 2  # of attend.cu
-MOST_PARTS = 8  # CTAs of a cluster that share the keys of a text
+MOST_PARTS = 16  # CTAs of a cluster that share the keys of a text
+IN_REGISTERS = 256  # numbers of a head, at most: more are halved, with fewer warps and queries in shared memory
 ROTATED_ROWS = 8  # of a CTA of rotate.cu, where there are many and heads have 64 numbers
 SCALE_THREADS = 256  # of head_scales.cu
 
@@ -51,6 +52,16 @@ class HeadSizes:
     def wide(self) -> int:
         """Numbers of a head in a page, as pages.cuh has them."""
         return -(-self.size // 64) * 64
+
+    @property
+    def halves(self) -> int:
+        """CTAs that share the numbers of a head."""
+        return 1 if self.wide <= IN_REGISTERS else 2
+
+    @property
+    def query_block(self) -> int:
+        """Positions of a block of queries."""
+        return MANY_WARPS // self.halves * 16 // self.group
 
     @property
     def page_bytes(self) -> int:
@@ -122,7 +133,7 @@ class DeviceAttention:
             return 1
         if launcher.batch_invariant:
             return 2
-        ctas = rows * self.sizes.kv_heads * -(-self.sizes.group // 16)
+        ctas = rows * self.sizes.kv_heads * self.sizes.halves * -(-self.sizes.group // 16)
         return power_of_two(launcher.device.multiprocessors // ctas, MOST_PARTS)
 
     def _heads_at(self, step: StepMemory, rows: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -179,8 +190,9 @@ class DeviceAttention:
     def _attend(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch) -> None:
         s, at, few = self.sizes, step.at, not batch.blocks
         parts = batch.parts or self.parts_for(launcher, batch.rows)
-        warps, tile = FEW_WARPS if few else MANY_WARPS, 2 * PAGE * s.wide * 2  # of keys and of values
-        stages = STAGES if STAGES * tile <= launcher.device.shared_bytes else 1
+        warps, tile = FEW_WARPS if few else MANY_WARPS // s.halves, 2 * PAGE * s.wide * 2  # of keys and of values
+        queries = warps * 16 * s.wide * 2 if s.halves > 1 else 0
+        stages = STAGES if STAGES * tile + queries <= launcher.device.shared_bytes else 1
         macros = {
             "TYPE": launcher.type,
             "HEAD": s.size,
@@ -192,8 +204,9 @@ class DeviceAttention:
             "CAPPED": int(self.cap > 0),
             "OUTPUT_GATE": int(self.gated),
         }
-        tiles, sums = stages * tile, warps * 16 * (s.wide + 2) * 4  # the sums take the tiles' place
-        grid = (parts, s.kv_heads * -(-s.group // 16), batch.rows) if few else (batch.blocks, s.kv_heads)
+        tiles, sums = stages * tile + queries, warps * 16 * (s.wide // s.halves + 2) * 4  # sums take the tiles' place
+        heads = s.kv_heads * s.halves
+        grid = (parts, heads * -(-s.group // 16), batch.rows) if few else (batch.blocks, heads)
         (q, _, _), (q_stride, _, _) = self._heads_at(step, batch.rows)
         pointers = q, at("positions"), at("blocks"), step.pages(self.place.table), at("attended")
         sinks = 0 if self.sinks is None else self.sinks.pointer

@@ -19,7 +19,7 @@ import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from billfish.backends.cuda.attention import MANY_WARPS, MOST_PARTS, DeviceAttention, power_of_two
+from billfish.backends.cuda.attention import DeviceAttention, power_of_two
 from billfish.backends.cuda.block import DeviceBlock
 from billfish.backends.cuda.driver import Buffer, KernelLaunch, check, compile_together, driver
 from billfish.backends.cuda.embedding import DeviceEmbedding, DeviceLayerInputs
@@ -27,7 +27,8 @@ from billfish.backends.cuda.launcher import DeviceMatrix, Launcher
 from billfish.backends.cuda.plans import most_work
 from billfish.backends.cuda.step_memory import Batch, StepMemory, largest
 
-CHOOSE_THREADS, CAP_THREADS = 1024, 256
+CHOOSE_THREADS, CHOOSE_PARTS = 1024, 8  # of a CTA; CTAs of a cluster that share a row of logits
+CAP_THREADS = 256
 
 
 class DeviceDecoder:
@@ -78,7 +79,7 @@ class DeviceDecoder:
     def query_block(self) -> int:
         """Positions of a block of queries, such that all layers have room for their heads."""
         mixers = [block.mixer for block in self.blocks if isinstance(block.mixer, DeviceAttention)]
-        return MANY_WARPS * 16 // max((mixer.sizes.group for mixer in mixers), default=1)
+        return min((mixer.sizes.query_block for mixer in mixers), default=1)
 
     def step(self, rows: int, texts: int, pages_of_text: int, scored: int) -> StepMemory:
         """Memory for steps of up to so many rows."""
@@ -150,7 +151,7 @@ class DeviceDecoder:
         """Sample the next token of each row of logits, as `choices` say, and increment the positions."""
         at, parts, device = step.at, 1, self._launcher.device
         if device.capability >= (9, 0):
-            parts = power_of_two(device.multiprocessors // rows, MOST_PARTS)
+            parts = power_of_two(device.multiprocessors // rows, CHOOSE_PARTS)
         pointers = at("choices"), at("tokens"), at("positions")
         numbers = at("scores"), self.vocabulary
         self._launcher.launch(stream, "choose", {}, (parts, rows), CHOOSE_THREADS, *numbers, *pointers, cluster=parts)

@@ -209,7 +209,7 @@ class DeviceWeights:
                     x + 2 * first * x_stride,
                     x_stride,
                     bias,
-                    y + 2 * first * gemm.n,
+                    y + first * gemm.row_bytes,
                     work,
                 )
                 for first in range(0, gemm.m, ROWS_AT_ONCE)

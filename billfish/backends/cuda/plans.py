@@ -20,6 +20,7 @@ from itertools import accumulate
 from billfish.backends.cuda.axes import BRICK, COURSE, Kind
 from billfish.backends.cuda.driver import STATIC_BYTES, Device, KernelLaunch, Macros
 
+PASS_ROWS = 32  # rows of x for which gemm_small reads the weights once
 MANY_ROWS = 64  # gemm_small decodes a brick once for each 32 rows: for more rows a library is the better one
 SMALL_N = 6144  # with 9 to 16 rows gemm_small is the faster one for N = 4096, gemm_large for N = 8192
 WIDE_N = 12288  # a CTA has more courses for N = 14336, and not yet for N = 8192
@@ -51,8 +52,13 @@ class Gemm:
     activation: str | None = None
     batch_invariant: bool = False
     gate: str | None = None  # columns of x W.T are eight gates, eight numbers, and so on; y [m, n / 2]
-    float_y: bool = False  # y is float32; gemm_small alone writes it
+    float_y: bool = False  # y is float32: the logits
     activations: str = "exact"  # "fp8" or "q8": x may be multiplied in bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Of y."""
+        return (4 if self.float_y else 2) * (self.n if self.gate is None else self.n // 2)
 
     def macros(self, **more: object) -> Macros:
         names = self.kind.macros() | {"TYPE": "BF16" if self.bfloat16 else "F16"}
@@ -80,7 +86,8 @@ class Plan:
 def plan(gemm: Gemm, device: Device) -> Plan | None:
     """The plan of a product on a device; None: decode the weights and let a library multiply."""
     m, hopper = gemm.m, device.capability == (9, 0)
-    if gemm.batch_invariant or gemm.float_y or m <= 8 or (m <= 16 and gemm.n < SMALL_N):
+    few = m <= 8 or (m <= 16 and gemm.n < SMALL_N)
+    if gemm.batch_invariant or few or (gemm.float_y and (m <= PASS_ROWS or not hopper)):
         return small(gemm, device)
     if hopper:
         return large(gemm, device)

@@ -72,6 +72,24 @@ struct NoScales {
   __device__ __forceinline__ float2 of(int row) const { return {1, 1}; }
 };
 
+#ifdef Y_F32
+// A warpgroup's sums of ROWS rows of x and the 64 columns from `column` on, as float32: the logits. Eight lanes store eight numbers of a row.
+template <int ROWS, int COUNT, class Scales>
+DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], const Scales& scales, u32, int, int warp, int lane, u16* y, const Source& rows, int first_row, int last_row, int column, int n) {
+#pragma unroll
+  for (int i = 0; i < ROWS / 8; i++) {
+    const int row = i * 8 + (lane & 3) * 2, to_row = first_row + row;
+    const float2 by = scales.of(row);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int to_column = column + warp * 16 + (lane >> 2) + h * 8;
+      if (to_column >= n) continue;
+      if (to_row < last_row) ((float*)y)[(size_t)rows.out(to_row) * n + to_column] = columns[h].finish(sums[i * 4 + h * 2] * by.x);
+      if (to_row + 1 < last_row) ((float*)y)[(size_t)rows.out(to_row + 1) * n + to_column] = columns[h].finish(sums[i * 4 + h * 2 + 1] * by.y);
+    }
+  }
+}
+#else
 // A warpgroup's sums of ROWS rows of x and the 64 columns from `column` on, which are 32 of y where they are GATED. It transposes 16 rows at
 // a time, by stmatrix, in the halves of its four kilobytes at `turned`, and its threads store 16 bytes each while the next ones are transposed.
 template <int ROWS, int COUNT, class Scales>
@@ -128,6 +146,7 @@ DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], const 
   }
   meet(barrier, 128);  // before the next strip is transposed there
 }
+#endif
 
 // Which tiles and which part of K a CTA has.
 struct Share {
