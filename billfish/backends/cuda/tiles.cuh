@@ -75,19 +75,20 @@ struct NoScales {
 #ifdef Y_F32
 // A warpgroup's sums of ROWS rows of x and the 64 columns from `column` on, as float32: the logits. Eight lanes store eight numbers of a row.
 template <int ROWS, int COUNT, class Scales>
-DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], const Scales& scales, u32, int, int warp, int lane, u16* y, const Source& rows, int first_row, int last_row, int column, int n) {
+DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], const Scales& scales, u32, int, int warp, int lane, u16* y, const Source&, int first_row, int last_row, int column, int n) {
+  static_assert(!ROUTED, "rows of y are those of x");
+  const int my_column = column + warp * 16 + (lane >> 2), left = last_row - first_row - (lane & 3) * 2;
+  float* to = (float*)y + (size_t)(first_row + (lane & 3) * 2) * n + my_column;
 #pragma unroll
-  for (int i = 0; i < ROWS / 8; i++) {
-    const int row = i * 8 + (lane & 3) * 2, to_row = first_row + row;
-    const float2 by = scales.of(row);
+  for (int i = 0; i < ROWS / 8; i++, to += (size_t)8 * n)
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int to_column = column + warp * 16 + (lane >> 2) + h * 8;
-      if (to_column >= n) continue;
-      if (to_row < last_row) ((float*)y)[(size_t)rows.out(to_row) * n + to_column] = columns[h].finish(sums[i * 4 + h * 2] * by.x);
-      if (to_row + 1 < last_row) ((float*)y)[(size_t)rows.out(to_row + 1) * n + to_column] = columns[h].finish(sums[i * 4 + h * 2 + 1] * by.y);
-    }
-  }
+    for (int row = 0; row < 2; row++)
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+        if (i * 8 + row < left && my_column + h * 8 < n) {
+          const float2 by = scales.of(i * 8 + (lane & 3) * 2);
+          to[(size_t)row * n + h * 8] = columns[h].finish(sums[i * 4 + h * 2 + row] * (row ? by.y : by.x));
+        }
 }
 #else
 // A warpgroup's sums of ROWS rows of x and the 64 columns from `column` on, which are 32 of y where they are GATED. It transposes 16 rows at
