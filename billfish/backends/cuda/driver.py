@@ -151,7 +151,8 @@ def native(launch: KernelLaunch, ordinal: int) -> Any:
     if launch.cluster > PORTABLE_CLUSTER:
         d = driver()
         which = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-        check(d.cuFuncSetAttribute(function, which, 1), launch.name)
+        place = check(d.cuDeviceGet(ordinal), "device")
+        check(d.cuKernelSetAttribute(which, 1, d.CUkernel(int(function)), place), launch.name)
     x, y, z = (*launch.grid, 1, 1)[:3]
     shape = (x, y, z), launch.threads, launch.shared_bytes, launch.cluster, launch.overlap
     context = int(_primary_context(ordinal))
