@@ -11,12 +11,16 @@ from billfish.backends.cuda.attention import DeviceAttention, HeadSizes, PagePla
 from billfish.backends.cuda.block import DeviceBlock, LayerInput, Part
 from billfish.backends.cuda.dense import DeviceDense
 from billfish.backends.cuda.embedding import DeviceLayerInputs, RopeTables
+from billfish.backends.cuda.mixture import DeviceDenseAndMixture, DeviceMixture
+from billfish.llm.cuda_mixture import pack_mixture
 from billfish.llm.cuda_weights import GpuWeights
 from billfish.models.description import (
     Attention,
     Dense,
+    DenseAndMixture,
     FeedForward,
     Mixer,
+    Mixture,
     Model,
     PerLayerEmbedding,
     PerLayerInput,
@@ -123,7 +127,9 @@ class BlockMaker:
     def _feed_forward(self, part: FeedForward) -> Part:
         if isinstance(part, Dense):
             return self._dense(part)
-        raise NotImplementedError(type(part).__name__)
+        if isinstance(part, Mixture):
+            return self._mixture(part)
+        return self._dense_and_mixture(part)
 
     def _attention(self, a: Attention, i: int) -> DeviceAttention:
         weights = self._weights
@@ -152,6 +158,17 @@ class BlockMaker:
     def _dense(self, part: Dense) -> DeviceDense:
         gate_up = self._weights.alternating(part.gate, part.up)
         return DeviceDense(part.size, gate_up, self._weights.matrix(part.down), part.activation)
+
+    def _mixture(self, part: Mixture) -> DeviceMixture:
+        shared = None if part.shared is None else self._dense(part.shared)
+        made = pack_mixture(self._weights.tensors, part, shared, self._weights.ordinal)
+        self._weights.nbytes += made.nbytes
+        return made
+
+    def _dense_and_mixture(self, part: DenseAndMixture) -> DeviceDenseAndMixture:
+        norms = part.dense_post_norm, part.router_norm, part.mixture_norm, part.mixture_post_norm
+        sent = [self._weights.send(self._weights.tensors.vector(norm)) for norm in norms]
+        return DeviceDenseAndMixture(self._dense(part.dense), self._mixture(part.mixture), *sent)
 
     def _layer_input(self, part: PerLayerInput, i: int) -> LayerInput:
         gate, projection = self._weights.matrix(part.gate), self._weights.matrix(part.projection)

@@ -146,7 +146,7 @@ def test_few_rows_compile_for_other_gpus():
 
 
 def test_a_launch_takes_what_the_kernel_takes():
-    known = {"route": "pppiii", "gather": "pppppiiiiii", "mix": "ppppiii"}
+    known = {"route": "pppiii", "gather": "pppppiiiiii", "mix": "pppppiiii"}
     for name, letters in known.items():
         assert signature(f"{name}.cu", f"marlin_{name}") == letters
     for size in ("small", "large"):
