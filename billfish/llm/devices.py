@@ -56,10 +56,8 @@ def make_decoder(device: str, tensors: ModelTensors) -> Decoder:
 
 def missing(model: Model) -> list[str]:
     """What a model has that the decoder on a GPU does not run."""
-    found = [MIXERS[type(block.mixer)] for block in model.blocks if not isinstance(block.mixer, Attention)]
-    if model.has_experts:
-        found.append("experts")
-    return [*dict.fromkeys(found)]
+    mixers = [block.mixer for block in model.blocks if not isinstance(block.mixer, Attention)]
+    return [*dict.fromkeys(MIXERS[type(mixer)] for mixer in mixers)]
 
 
 def _has_driver() -> bool:

@@ -33,7 +33,7 @@ class FakeDriver:
     Kernels that multiply or decode write nothing. `live`: allocations that were not freed. `foreign`: memory of others.
     """
 
-    CUdevice_attribute = CUlaunchAttributeID = Names()
+    CUdevice_attribute = CUfunction_attribute = CUlaunchAttributeID = Names()
     ATTRIBUTES = {
         "COMPUTE_CAPABILITY_MAJOR": 8,
         "COMPUTE_CAPABILITY_MINOR": 9,
@@ -86,6 +86,12 @@ class FakeDriver:
 
     def cuDevicePrimaryCtxRetain(self, device: str) -> tuple:
         return 0, 1 + int(device.removeprefix("device "))  # a handle
+
+    def CUkernel(self, handle: int) -> int:
+        return handle
+
+    def cuKernelSetAttribute(self, which: str, value: int, kernel: int, device: str) -> tuple:
+        return (0,)
 
     def cuCtxGetCurrent(self) -> tuple:
         return 0, int(bool(self.stack))  # a handle, of which 0 is none
