@@ -12,7 +12,7 @@ from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import Buffer
 from billfish.backends.cuda.experts import GATE_ROWS, DeviceExperts, by_turns, pack_gate_up
 from billfish.backends.cuda.launcher import sent
-from billfish.backends.cuda.mixture import FEW_ROWS, MOST_ROWS, DeviceMixture, DeviceRouter
+from billfish.backends.cuda.mixture import TICKETS, DeviceMixture, DeviceRouter
 from billfish.core.errors import ModelError, failure
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array
@@ -63,7 +63,7 @@ def _router(tensors: ModelTensors, mixture: Mixture, place: str, ordinal: int) -
         weights=DeviceWeights.pack_plain(weights, place),
         experts=mixture.experts,
         chosen=router.chosen,
-        tickets=sent(np.zeros(MOST_ROWS // FEW_ROWS, np.uint32), ordinal),
+        tickets=sent(np.zeros(TICKETS, np.uint32), ordinal),
         bias=_sent(tensors.bias(router.matrix), ordinal),
         sigmoid=router.scores == "sigmoid",
         renormalized=router.renormalized,

@@ -15,7 +15,7 @@ from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import Buffer
 from billfish.backends.cuda.experts import DeviceExperts, by_turns, pack_gate_up
 from billfish.backends.cuda.launcher import DeviceMatrix, sent
-from billfish.backends.cuda.mixture import FEW_ROWS, MOST_ROWS, DeviceMixture, DeviceRouter
+from billfish.backends.cuda.mixture import TICKETS, DeviceMixture, DeviceRouter
 from billfish.backends.cuda.step_memory import StepMemory, largest
 
 Numbers = NDArray[Any]
@@ -93,7 +93,7 @@ class RandomMixture:
             DeviceWeights.pack_plain(rows, "cpu"),
             self.experts,
             r.chosen,
-            sent(np.zeros(MOST_ROWS // FEW_ROWS, np.uint32), 0),
+            sent(np.zeros(TICKETS, np.uint32), 0),
             vectors[0],
             r.sigmoid,
             r.renormalized,

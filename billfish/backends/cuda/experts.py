@@ -89,7 +89,7 @@ class DeviceExperts:
         """Stacks that are `alike`: each expert's matrices below each other, then their rows in this order. Some experts
         are packed at a time, so that little of the stacks is in memory twice."""
         room, (experts, _, k) = room_for(place), stacks[0].shape
-        n = sum(stack.shape[1] for stack in stacks)
+        n = sum(stack.shape[1] for stack in stacks) if rows is None else len(rows)
         found = _described(stacks, rows)
         kind = found[0].kind
         down, along = brick_shape(n, k)
@@ -246,7 +246,8 @@ def joined(gate: QuantizedExperts, up: QuantizedExperts) -> QuantizedExperts | N
 
 ID_TYPES = {"int32": "int", "uint32": "unsigned", "int64": "long long"}  # in route.cu and mix.cu
 WEIGHT_TYPES = {"float32": "Float", "float16": "Halves<F16>", "bfloat16": "Halves<BF16>"}  # in mix.cu
-THREADS, MIXED = 256, 2048  # of a CTA of gather.cu and mix.cu; columns of a CTA of mix.cu
+THREADS = 256  # of a CTA of gather.cu and mix.cu
+FEW_MIXED, FEW_THREADS = 16, 32  # tokens for which mix.cu has more, smaller CTAs
 MOST_CTAS = 4096  # of gather.cu, which go on with further rows
 ENTRY_BYTES = 16
 
@@ -326,8 +327,8 @@ class Visits:
         """y [tokens, n]: the weighted sums of x [tokens, chosen, n]."""
         macros = {"TYPE": self._type, "ID": ID_TYPES[self.ids.dtype], "WEIGHT": WEIGHT_TYPES[weights.dtype]}
         numbers = self.routing.experts, self.routing.chosen, self.routing.chosen, n
-        ctas = mix_ctas(self.routing.tokens, n)
-        self._launch("mix", macros, ctas, THREADS, x, self.ids.at, weights.at, 0, y, *numbers)
+        shape = mix_shape(self.routing.tokens, n)
+        self._launch("mix", macros, *shape, x, self.ids.at, weights.at, 0, y, *numbers)
 
     @property
     def _type(self) -> str:
@@ -369,8 +370,10 @@ def grouped_product(
     return plan.launch, (box, *held, x.at, bias.at, y, table, order, visits, n, k, x.stride)
 
 
-def mix_ctas(tokens: int, n: int) -> int:
-    return tokens * -(-n // MIXED)
+def mix_shape(tokens: int, n: int) -> tuple[int, int]:
+    """CTAs of mix.cu, and their threads, which have eight columns of a token each: of few tokens small CTAs."""
+    threads = FEW_THREADS if tokens <= FEW_MIXED else THREADS
+    return tokens * -(-n // (8 * threads)), threads
 
 
 def route_shape(routing: ExpertRouting, device: Device) -> tuple[int, int]:

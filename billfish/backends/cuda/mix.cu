@@ -1,7 +1,7 @@
 // y[t] = sum over j, in that order, of weights[t][j] * x[t][j]: the weighted sum of the outputs of a token's experts, x [tokens, chosen, n].
 //
 // Rows of weights are `apart` numbers from each other. shared [tokens, n], if it is given, is added last, times weights[t][chosen]; y may be the
-// same memory. A token with an expert id out of range gets NaN. A CTA has 2048 columns of a token, eight for each thread.
+// same memory. A token with an expert id out of range gets NaN. A thread has eight columns of a token.
 //
 // Compiled with TYPE, ID (int, unsigned or long long), and WEIGHT (Float, Halves<F16> or Halves<BF16>).
 #include "device.cuh"
@@ -18,7 +18,7 @@ marlin_mix(const u16* __restrict__ x, const ID* __restrict__ ids, const void* __
            int apart, int n) {
   wait_for_previous();
   let_next_start();
-  const int parts = (n + 2047) / 2048, first = (blockIdx.x % parts * 256 + threadIdx.x) * 8;
+  const int parts = (n + blockDim.x * 8 - 1) / (blockDim.x * 8), first = (blockIdx.x % parts * blockDim.x + threadIdx.x) * 8;
   const size_t token = blockIdx.x / parts;
   if (first >= n) return;
   float sums[8] = {};
@@ -33,7 +33,7 @@ marlin_mix(const u16* __restrict__ x, const ID* __restrict__ ids, const void* __
     }
   };
   bool there = true;
-#pragma unroll 4
+#pragma unroll 8
   for (int j = 0; j < chosen; j++) {
     const size_t visit = token * chosen + j;
     const ID id = __ldg(ids + visit);

@@ -27,7 +27,7 @@ from billfish.backends.cuda.experts import (
     DeviceExperts,
     Numbers,
     grouped_product,
-    mix_ctas,
+    mix_shape,
     route_shape,
 )
 from billfish.backends.cuda.launcher import DeviceMatrix, Launcher
@@ -36,8 +36,10 @@ from billfish.backends.cuda.plans import GATE_COLUMNS, GATES, ExpertRouting, gat
 from billfish.backends.cuda.products import row_stride
 from billfish.backends.cuda.step_memory import Batch, StepMemory
 
-FEW_ROWS = 64  # of a CTA of router.cu
-MOST_ROWS = 1 << 16  # of a step: each FEW_ROWS have a ticket
+FEW_ROWS = 256  # for which router.cu writes the table itself
+BLOCK, LARGE_BLOCK = 8, 32  # rows of a CTA of router.cu: for up to FEW_ROWS, and for more
+MOST_ROWS = 1 << 16  # of a step
+TICKETS = 1 + MOST_ROWS // LARGE_BLOCK
 MOST_CHOSEN = MOST_GROUPS = 32  # a lane has one of each
 MOST_EXPERTS = 1024
 ROUTER_WARPS = 4, 16  # at least and at most
@@ -48,7 +50,7 @@ class DeviceRouter:
     """How rows choose experts, as models/description.py says.
 
     weights: unquantized [experts, hidden], and one row more where a shared expert has a gate. tickets: uint32
-    [MOST_ROWS / FEW_ROWS], zeros.
+    [TICKETS], zeros.
     """
 
     weights: DeviceWeights
@@ -84,7 +86,7 @@ class DeviceRouter:
         """Logits, ids, weights and the table of x [rows, hidden]. shared: 0, 1 or 2, as router.cu has it."""
         at, rows, k = step.at, routing.tokens, self.weights.shape[1]
         sorted, (least, most) = rows <= FEW_ROWS, ROUTER_WARPS
-        block = next(size for size in (8, 16, 32, FEW_ROWS) if size >= min(rows, FEW_ROWS))
+        block = BLOCK if sorted else LARGE_BLOCK
         warps = min(most, max(least, -(-k // BRICK)))
         macros = {
             "TYPE": launcher.type,
@@ -205,7 +207,8 @@ class DeviceMixture:
         shared = 0 if self.shared is None else y
         read = at("expert_given"), at("expert_ids"), at("expert_weights"), shared
         numbers = router.experts, router.chosen, router.chosen + (self.shared is not None), self.hidden
-        launcher.launch(stream, "mix", macros, (mix_ctas(rows, self.hidden),), THREADS, *read, y, *numbers)
+        ctas, threads = mix_shape(rows, self.hidden)
+        launcher.launch(stream, "mix", macros, (ctas,), threads, *read, y, *numbers)
 
     def _open(self, launcher: Launcher, stream: int, places: list[int], opened: Numbers, visits: int) -> None:
         macros, grid = {"TYPE": launcher.type, "GATE": GATES[self.activation]}, (gate_ctas(visits, self.size),)

@@ -1,15 +1,16 @@
-// The router of a mixture: a product for logits, the experts of each row with their weights and, for up to ROWS rows, the table of tiles
-// (rows.cuh), all in one launch.
+// The router of a mixture: a product for logits, the experts of each row with their weights and, for few rows, the table of tiles (rows.cuh),
+// all in one launch.
 //
-// A CTA has a course, 16 experts, and up to ROWS rows of x; its warps split K, a brick of 128 k at a time, and add up in a fixed order, so a
-// row's bits do not depend on its batch. The CTA of a block of rows that is done last, by a ticket, chooses for all of them, a warp a row.
+// A CTA has a course, 16 experts, and a block of up to ROWS rows of x; its warps split K, a brick of 128 k at a time, and add up in a fixed
+// order, so a row's bits do not depend on its batch. The CTA of a block that is done last, by a ticket, chooses for all of its rows, a warp a
+// row; the last one of these writes the table. Tickets: one for all blocks, then one for each.
 // Weights are unquantized bricks. They do not depend on the kernel before this one, and are on their way before it ends.
 //
 // A row of the matrix behind those of the experts is the gate of a shared expert: SHARED is 2. SHARED 1: it has none, and weight 1; 0: there is
 // no shared expert. Its weight comes behind those of the chosen experts.
 //
-// Compiled with TYPE, ROWS (8 to 64), WARPS, EACH (experts of a lane), SIGMOIDAL, RENORMALIZED, SHARED, and SORTED: all rows are in one block, and
-// the last CTA writes the table. Of one row it copies x, once for each chosen expert, to `copies`.
+// Compiled with TYPE, ROWS (8 or more), WARPS, EACH (experts of a lane), SIGMOIDAL, RENORMALIZED, SHARED, and SORTED: there is a table. Of one row
+// x is copied then, once for each chosen expert, to `copies`.
 #define ELEMENT Half
 #define SCALE ScaleF16
 #define OFFSET NONE
@@ -87,14 +88,17 @@ marlin_router(const u8* __restrict__ weights, const float* __restrict__ row_scal
       logits[(size_t)row * outputs + expert] = v * row_scale[expert] + (bias && expert < experts ? bias[expert] : 0.0f);
     }
   }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicInc(tickets + blockIdx.y, gridDim.x - 1) == gridDim.x - 1;  // and begins with 0 again
-    __threadfence();
-  }
-  __syncthreads();
-  if (!last) return;
+  auto is_last = [&](int ticket, int of) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();
+      last = atomicInc(tickets + ticket, of - 1) == of - 1;  // and begins with 0 again
+      __threadfence();
+    }
+    __syncthreads();
+    return last;
+  };
+  if (!is_last(1 + blockIdx.y, gridDim.x)) return;
 
   const Choosing how{experts, chosen, groups, groups_used, scale, selection_bias, expert_scale};
   const int apart = chosen + (SHARED > 0);
@@ -107,11 +111,12 @@ marlin_router(const u8* __restrict__ weights, const float* __restrict__ row_scal
     if (SHARED && lane == 0) routing[(size_t)row * apart + chosen] = SHARED == 2 ? 1 / (1 + expf(-__ldcg(from + experts))) : 1.0f;
   }
   if (!SORTED) return;
-  __syncthreads();
   if (rows > 1) {
+    if (!is_last(0, gridDim.y)) return;
     sort_visits<WARPS>(ids, table, order, counts, rows * chosen, experts, width);
     return;
   }
+  __syncthreads();
   if (warp) return;  // one row takes each expert once
   const int expert = lane < chosen ? ids[lane] : experts;
   int rank = 0;

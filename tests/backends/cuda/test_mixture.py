@@ -152,7 +152,7 @@ OTHERS = {
 @pytest.mark.parametrize("bfloat16", [False, True])
 def test_other_parts(about, bfloat16):
     model = RandomMixture(**about)
-    for rows in (*ROWS, 64, 65):
+    for rows in (*ROWS, 64, 255, 257):
         check_rows(model, rows, bfloat16=bfloat16)
 
 

@@ -47,7 +47,7 @@ def test_one_row_is_four_launches_and_a_few_are_five(fake):
     assert launched(fake, part, 1) == ["router.cu", *small, "mix.cu"]
     assert launched(fake, part, 7) == ["router.cu", "gather.cu", *small, "mix.cu"]
     assert launched(fake, part, 64) == ["router.cu", "gather.cu", *large, "mix.cu"]
-    assert launched(fake, part, 65) == ["router.cu", "route.cu", "gather.cu", *large, "mix.cu"]
+    assert launched(fake, part, 257) == ["router.cu", "route.cu", "gather.cu", *large, "mix.cu"]
 
 
 def test_only_the_first_product_behind_the_router_waits_for_the_table(fake):
@@ -104,7 +104,7 @@ ROUTER = {"ROWS": "8", "WARPS": "16", "EACH": "4", "SIGMOIDAL": "0", "RENORMALIZ
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
 def test_kernels_compile_without_spills(arch):
     resources("router.cu", ROUTER | {"TYPE": "F16"}, arch)
-    more = {"ROWS": "64", "EACH": "16", "SIGMOIDAL": "1", "SHARED": "2", "SORTED": "0"}
+    more = {"ROWS": "32", "EACH": "16", "SIGMOIDAL": "1", "SHARED": "2", "SORTED": "0"}
     resources("router.cu", ROUTER | more | {"TYPE": "BF16"}, arch)
     resources("add_norms.cu", {"TYPE": "BF16", "HIDDEN": "2816", "THREADS": "352"}, arch)
 

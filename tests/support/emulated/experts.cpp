@@ -77,5 +77,5 @@ extern "C" void gate(int ctas, const uint16_t* gates, const uint16_t* numbers, u
   launch(ctas, 256, 0, [=] { opening::marlin_gate(gates, numbers, out, rows, columns, stride); });
 }
 extern "C" void mix(const uint16_t* x, const int* ids, const float* weights, const uint16_t* shared, uint16_t* y, int tokens, int experts, int chosen, int apart, int n) {
-  launch(tokens * ((n + 2047) / 2048), 256, 0, [=] { mixing::marlin_mix(x, ids, weights, shared, y, experts, chosen, apart, n); });
+  launch(tokens * ((n + 255) / 256), 32, 0, [=] { mixing::marlin_mix(x, ids, weights, shared, y, experts, chosen, apart, n); });
 }
