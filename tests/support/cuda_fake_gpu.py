@@ -133,7 +133,7 @@ class FakeGpu(FakeDriver):
         if self.capture is not None:
             self.capture.append((function, grid, values))
             return
-        source, macros = self._kernels[function]
+        source, _ = self._kernels[function]
         if source == self.fail_at:
             self.fail_at = ""
             raise KeyboardInterrupt
@@ -142,10 +142,16 @@ class FakeGpu(FakeDriver):
             tokens, positions = (numbers(values[i], rows).copy() for i in (2, 3))
             self._now = tokens, positions
             self._scored = np.arange(rows)
-        elif source == "rotate.cu" and values[20] == 0:  # the first layer, in a prompt
-            self._note_pages(numbers(values[8], values[22]), values[9], values[21])
-        elif source == "attend.cu" and macros["ROTATES"] == "1" and values[19] == 0:  # and in a decode step
-            self._note_pages(np.arange(len(self._now[0])), values[5], values[20])
+        elif source == "rotate.cu" and values[20] == 0:  # the first layer
+            tokens, positions = self._now
+            texts, pages_of_text = numbers(values[8], len(tokens)), values[21]
+            table = numbers(values[9], (int(texts.max()) + 1) * pages_of_text, ctypes.c_uint64).reshape(
+                -1, pages_of_text
+            )
+            pages = table[texts, positions // step_memory.PAGE]
+            for page in pages:
+                self._room(int(page), 1)
+            self.fed.append([(int(t), int(p), int(page)) for t, p, page in zip(tokens, positions, pages, strict=True)])
         elif source == "normalize.cu" and values[3]:
             self._scored = numbers(values[3], grid[0]).copy()
         elif source == "choose.cu":
@@ -154,12 +160,3 @@ class FakeGpu(FakeDriver):
             positions += 1
         else:
             super().launch(function, grid, values)
-
-    def _note_pages(self, texts: np.ndarray, pages: int, pages_of_text: int) -> None:
-        tokens, positions = self._now
-        count = (int(texts.max()) + 1) * pages_of_text
-        table = numbers(pages, count, ctypes.c_uint64).reshape(-1, pages_of_text)
-        found = table[texts, positions // step_memory.PAGE]
-        for page in found:
-            self._room(int(page), 1)
-        self.fed.append([(int(t), int(p), int(page)) for t, p, page in zip(tokens, positions, found, strict=True)])

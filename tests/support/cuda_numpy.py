@@ -236,21 +236,9 @@ class NumpyGpu(FakeGpu):
         return ((i >> 3 ^ row & 7) << 3) + (i & 7)
 
     def attend(
-        self, macros: dict[str, str], grid: tuple[int, ...], q: int, k: int, v: int, positions: int, blocks: int,
-        pages: int, out: int, sinks: int, angles: int, q_norm: int, k_norm: int, head_scales: int, ahead: int,
-        q_stride: int, k_stride: int, v_stride: int, angle_stride: int, heads: int, kv_heads: int, offset: int,
-        pages_of_text: int, window: int, growth_length: int, ahead_blocks: int, ahead_block_bytes: int,
-        ahead_share: int, cap: float, scale: float, growth: float, epsilon: float,
+        self, macros: dict[str, str], grid: tuple[int, ...], q: int, positions: int, blocks: int, pages: int, out: int,
+        sinks: int, q_stride: int, heads: int, kv_heads: int, offset: int, pages_of_text: int, window: int, cap: float,
     ) -> None:  # fmt: skip
-        if ahead:
-            self._room(ahead, (ahead_blocks - 1) * ahead_block_bytes + ahead_share)
-        if macros["ROTATES"] == "1":
-            texts = np.arange(grid[2], dtype=np.int32)
-            self.rotate(
-                macros, (heads + 2 * kv_heads * bool(k),), q, k, v, q_stride, k_stride, v_stride, angles, positions,
-                texts.ctypes.data, pages, q_norm, k_norm, head_scales, epsilon, scale, growth, growth_length,
-                angle_stride, heads, kv_heads, offset, pages_of_text, grid[2],
-            )  # fmt: skip
         head, gate, group = (int(macros[name]) for name in ("HEAD", "OUTPUT_GATE", "GROUP"))
         assert group * kv_heads == heads
         if macros["FEW"] == "1":

@@ -9,17 +9,13 @@
 // Compiled with TYPE, HEAD, GROUP, WARPS, STAGES (tiles of keys and values in shared memory), FEW, WINDOWED (a position attends to the last
 // `window` ones), CAPPED (scores s become cap tanh(s / cap)) and OUTPUT_GATE (a head of q has a gate behind it, whose sigmoid its output is
 // multiplied with). Scores are in powers of two: q, cap and sinks have log2(e) in them.
-//
-// ROTATES: q, k and v are as the GEMM left them, and this kernel does what rotate.cu does, with the macros of that: each CTA for its queries, and
-// for the new key and value the CTA that has their tile. It goes into shared memory and into the page.
 #include "hopper.cuh"
-#include "rope.cuh"
+#include "pages.cuh"
 
 // Heads of more than 256 numbers: registers hold half of the output, so that a CTA has the half of the columns of values, and no queries, which
 // lie in shared memory.
 constexpr int HALVES = WIDE > 256 ? 2 : 1, COLUMNS = WIDE / HALVES;
 constexpr int STEPS = WIDE / 16, EIGHTS = COLUMNS / 8;                  // of 16 numbers of a head and of 8 columns
-constexpr int HEAD_EIGHTS = (HEAD + 7) / 8, EACH_LANE = WIDE / 64;      // of 8 numbers of a head; pairs of a lane that has a row
 constexpr int KEYS = FEW ? PAGE / WARPS : PAGE;                         // that a warp takes of a tile
 constexpr int CHUNKS = FEW ? (GROUP + 15) / 16 : 1;  // CTAs for the heads of a group
 constexpr int AT_ONCE = WIDE > 128 ? 16 : KEYS;            // keys whose scores are in registers, beside large heads
@@ -189,110 +185,12 @@ struct Found {
   }
 };
 
-#if ROTATES
-static_assert(FEW && HALVES == 1 && (ADJACENT || PAIRS % 8 == 0), "the numbers of a pair are with one lane");
-
-// What is done to q and k before scores.
-struct Turning {
-  const float2* angles;  // of the row
-  const float2* head_scales;
-  const float *q_norm, *k_norm;
-  float epsilon;
-
-  __device__ __forceinline__ float factor(float sum) const { return rsqrtf(sum / HEAD + epsilon); }
-  // A lane's numbers of two rows of q, of the heads head[0] and head[1].
-  __device__ __forceinline__ void queries(u32 (&a)[STEPS][4], const int (&head)[2], float scale, int c) const {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      auto at = [&](int eight) -> u32& { return a[eight / 2][eight % 2 * 2 + h]; };
-      float by = 1;
-      if (NORMED == 1) {
-        float sum = 0;
-#pragma unroll
-        for (int e = 0; e < HEAD_EIGHTS; e++) sum += low(at(e)) * low(at(e)) + high(at(e)) * high(at(e));
-        sum += __shfl_xor_sync(0xffffffff, sum, 1);
-        sum += __shfl_xor_sync(0xffffffff, sum, 2);
-        by = factor(sum);
-      } else if (NORMED == 2) by = head_scales->x;
-      const float* weight = NORMED == 2 ? q_norm + head[h] * HEAD : q_norm;
-      auto normed = [&](int e) {
-        float2 v = {low(at(e)), high(at(e))};
-        if (NORMED && e * 8 + 2 * c < HEAD) v.x *= by * weight[e * 8 + 2 * c], v.y *= by * weight[e * 8 + 2 * c + 1];
-        return v;
-      };
-      auto put = [&](int e, float2 v) { at(e) = TYPE::pack_finite(v.x * scale, v.y * scale); };
-#pragma unroll
-      for (int e = 0; e < HEAD_EIGHTS; e++) {
-        const int column = e * 8 + 2 * c;  // and the next one
-        if constexpr (ADJACENT) {
-          float2 v = normed(e);
-          if (column / 2 < PAIRS) turn(v.x, v.y, angles[column / 2]);
-          put(e, v);
-        } else if (e < PAIRS / 8) {
-          float2 v = normed(e), w = normed(e + PAIRS / 8);
-          turn(v.x, w.x, angles[column]), turn(v.y, w.y, angles[column + 1]);
-          put(e, v), put(e + PAIRS / 8, w);
-        } else if (e >= 2 * (PAIRS / 8)) put(e, normed(e));
-      }
-    }
-  }
-  // A warp's pairs of the new key, or value. Each lane keeps its own in shared memory, as registers are few.
-  __device__ __forceinline__ void row(const u16* from, bool is_v, int kv_head, int lane, u32 (&pairs)[WIDE / 2]) const {
-    float a[EACH_LANE], b[EACH_LANE], sum = 0;
-#pragma unroll
-    for (int i = 0; i < EACH_LANE; i++) {
-      const Pair pair(lane + 32 * i);
-      a[i] = pair.any ? TYPE::to_float(from[pair.first]) : 0, b[i] = pair.any ? TYPE::to_float(from[pair.second]) : 0;
-      sum += a[i] * a[i] + b[i] * b[i];
-    }
-    for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, d);
-    const float by = is_v ? (VALUES_NORMED ? factor(sum) : 1) : NORMED == 1 ? factor(sum) : NORMED == 2 ? head_scales->y : 1;
-    const float* weight = NORMED == 2 ? k_norm + kv_head * HEAD : k_norm;
-#pragma unroll
-    for (int i = 0; i < EACH_LANE; i++) {
-      const Pair pair(lane + 32 * i);
-      const bool weighted = NORMED && !is_v && pair.any;
-      a[i] *= weighted ? by * weight[pair.first] : by, b[i] *= weighted ? by * weight[pair.second] : by;
-      if (pair.turns && !is_v) turn(a[i], b[i], angles[lane + 32 * i]);
-      pairs[lane + 32 * i] = TYPE::pack_finite(a[i], b[i]);
-    }
-  }
-  static __device__ __forceinline__ void put(u8* tile, int position, int lane, const u32 (&pairs)[WIDE / 2]) {
-#pragma unroll
-    for (int i = 0; i < EACH_LANE; i++) {
-      const Pair pair(lane + 32 * i);
-      const u32 both = pairs[lane + 32 * i];
-      *(u16*)(tile + in_tile(position % PAGE, pair.first)) = (u16)both;
-      *(u16*)(tile + in_tile(position % PAGE, pair.second)) = (u16)(both >> 16);
-    }
-  }
-  static __device__ __forceinline__ float low(u32 pair) { return TYPE::to_float((u16)pair); }
-  static __device__ __forceinline__ float high(u32 pair) { return TYPE::to_float((u16)(pair >> 16)); }
-};
-#endif
-
-// Weights that a later kernel reads, on their way to the L2 cache while memory has nothing else to do: of each of `blocks`, the first `share` bytes.
-DEVICE void fetch_ahead(const u8* weights, int blocks, int block_bytes, int share) {
-#if __CUDA_ARCH__ >= 900
-  constexpr int PIECE = 4096;
-  const int pieces = (share + PIECE - 1) / PIECE, ctas = gridDim.x * gridDim.y * gridDim.z;
-  const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-  for (int i = cta * WARPS * 32 + threadIdx.x; i < blocks * pieces; i += ctas * WARPS * 32) {
-    const int at = i / blocks * PIECE;  // the first pieces of all blocks come first
-    prefetch_bulk(weights + (size_t)(i % blocks) * block_bytes + at, min(PIECE, share - at));
-  }
-#endif
-}
-
 // q: rows of queries, `q_stride` numbers apart, as marlin_rotate left them. blocks [gridDim.x]: the first row of a block of queries, how many positions it has, its
 // sequence and its first position; FEW has none, as row i is sequence i. sinks [heads]: a score beside those of keys, without a value; or null.
 // out [m, heads * HEAD].
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-marlin_attend(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, const int* __restrict__ positions, const int4* __restrict__ blocks,
-              const u64* __restrict__ pages, u16* __restrict__ out, const float* __restrict__ sinks, const float2* __restrict__ angles, const float* __restrict__ q_norm,
-              const float* __restrict__ k_norm, const float2* __restrict__ head_scales, const u8* __restrict__ ahead, int q_stride, int k_stride, int v_stride, int angle_stride,
-              int heads, int kv_heads, int offset, int pages_of_text, int window, int growth_length, int ahead_blocks, int ahead_block_bytes, int ahead_share, float cap,
-              float scale, float growth, float epsilon) {
+marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, const int4* __restrict__ blocks, const u64* __restrict__ pages, u16* __restrict__ out,
+              const float* __restrict__ sinks, int q_stride, int heads, int kv_heads, int offset, int pages_of_text, int window, float cap) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ __align__(8) u64 barriers[STAGES];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
@@ -314,15 +212,14 @@ marlin_attend(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   // Tiles from the window of the first position on.
   const int length = first_position + count, first_tile = WINDOWED ? max(0, first_position + 1 - window) / PAGE : 0;
   const int all = (length + PAGE - 1) / PAGE - first_tile, mine = (all - part + parts - 1) / parts;
-  // Tiles before that of the one new position were there before the previous kernel began. Of a passage it may write any. With ROTATES it writes none.
-  const int old_tiles = ROTATES ? first_position / PAGE + 1 : FEW ? first_position / PAGE : 0;
+  // Tiles before that of the one new position were there before the previous kernel began. Of a passage it may write any.
+  const int old_tiles = FEW ? first_position / PAGE : 0;
   auto tile_of = [&](int i) { return first_tile + part + i * parts; };
   auto fetch = [&](int i, bool old) {
     if (i < mine && (tile_of(i) < old_tiles) == old) tiles.fetch(tile_of(i), i % STAGES);
   };
 #if __CUDA_ARCH__ >= 900
   for (int i = 0; i < STAGES; i++) fetch(i, true);
-  if (ahead) fetch_ahead(ahead, ahead_blocks, ahead_block_bytes, ahead_share);
   wait_for_previous();
   for (int i = 0; i < STAGES; i++) fetch(i, false);
 #else
@@ -354,17 +251,6 @@ marlin_attend(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     }
     query.put(step, part);
   }
-#if ROTATES
-  if (growth > 0) scale *= 1 + growth * logf(1 + (float)(first_position / growth_length));
-  const Turning turning{angles + (size_t)first_row * angle_stride, head_scales + first_row, q_norm, k_norm, epsilon};
-  turning.queries(query.a, head_of, scale, c);
-  const bool has_new = k && tile_of(mine - 1) == first_position / PAGE && mine > 0;  // this CTA has the tile of the new key and value
-  __shared__ u32 fresh[2][WIDE / 2];                                               // warp 0 makes the key, warp 1 the value
-  if (has_new && warp < 2) {
-    turning.row(warp ? v + (size_t)first_row * v_stride + kv_head * HEAD : k + (size_t)first_row * k_stride + kv_head * HEAD, warp, kv_head, lane, fresh[warp]);
-    if (chunk == 0) Turning::put((u8*)tile_at(tiles.pages[first_position / PAGE], offset, warp, kv_heads, kv_head), first_position, lane, fresh[warp]);
-  }
-#endif
   // Of a warp's rows, the first attends to the fewest keys and the last to the most; a warp without rows to none.
   const int least = first_position + (FEW ? 0 : warp * 16 / GROUP) + 1, most = !FEW && warp * 16 / GROUP >= count ? 0 : first_position + (FEW ? 0 : min(count - 1, (warp * 16 + 15) / GROUP)) + 1;
   Found found;
@@ -373,10 +259,6 @@ marlin_attend(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     const int stage = i % STAGES, from = tile_of(i) * PAGE;
     tiles.wait(stage, parity);
     const u32 keys = tiles.keys + stage * TILE_BYTES, values = tiles.values + stage * TILE_BYTES;
-#if ROTATES
-    if (has_new && i == mine - 1 && warp < 2) Turning::put(shared + (warp * STAGES + stage) * TILE_BYTES, first_position, lane, fresh[warp]);
-    if (i == mine - 1) __syncthreads();
-#endif
     if (from + PAGE > length) {  // memory past the end of the sequence may hold NaN, and 0 * NaN is NaN
       for (int at = (length - from) * ROW_BYTES + threadIdx.x * 16; at < TILE_BYTES; at += WARPS * 32 * 16) store_shared16(values + at, make_float4(0, 0, 0, 0));
       __syncthreads();

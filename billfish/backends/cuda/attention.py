@@ -6,11 +6,8 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import Buffer
 from billfish.backends.cuda.launcher import DeviceMatrix, Launcher
-from billfish.backends.cuda.layout import brick_shape
-from billfish.backends.cuda.memory import address
 from billfish.backends.cuda.step_memory import PAGE, Batch, StepMemory
 
 FEW_WARPS, MANY_WARPS, STAGES = 4, 8, 2  # of attend.cu
@@ -18,13 +15,6 @@ MOST_PARTS = 16  # CTAs of a cluster that share the keys of a text
 IN_REGISTERS = 256  # numbers of a head, at most: more are halved, with fewer warps and queries in shared memory
 ROTATED_ROWS = 8  # of a CTA of rotate.cu, where there are many and heads have 64 numbers
 SCALE_THREADS = 256  # of head_scales.cu
-LOG2_E = math.log2(math.e)
-FOLDED = 128  # numbers of a head, at most, that attend.cu rotates itself: larger ones leave too few registers
-# Of the first matrix behind attention, so many bytes are fetched to the L2 cache while attention leaves memory idle,
-# as it does for few rows.
-AHEAD_BYTES, AHEAD_ROWS = 20 << 20, 8
-BLOCK_COURSES = 8  # rows of bricks that lie together, as layout.py has them
-UNROTATED = {"PAIRS": 0, "ADJACENT": 0, "NORMED": 0, "VALUES_NORMED": 0}  # rotate.cu has done it
 
 
 @dataclass(frozen=True)
@@ -130,19 +120,9 @@ class DeviceAttention:
         launcher.products(stream, step, self.qkv, at("x"), at("qkv"), rows)
         if self.joint_norms:
             self._scale_heads(launcher, stream, step, rows)
-        if batch.blocks or not self.folds:
-            self._rotate(launcher, stream, step, rows)
+        self._rotate(launcher, stream, step, rows)
         self._attend(launcher, stream, step, batch)
         launcher.products(stream, step, (self.output,), at("attended"), at("added"), rows)
-
-    @property
-    def folds(self) -> bool:
-        """Whether attend.cu can do what rotate.cu does, in a decode step: both numbers of a pair are with one lane."""
-        return self.sizes.wide <= FOLDED and (self._table.adjacent or self._table.pairs % 8 == 0)
-
-    @property
-    def _table(self) -> Rotation:
-        return self.rotation or Rotation(0, 0, 0)
 
     def parts_for(self, launcher: Launcher, rows: int) -> int:
         """CTAs that share the keys of each of `rows` texts: as many as keep all multiprocessors at work.
@@ -181,36 +161,30 @@ class DeviceAttention:
         arguments = q, k, step.at("head_scales"), q_stride, k_stride, *sizes, launcher.epsilon
         launcher.launch(stream, "head_scales", {"TYPE": launcher.type}, (rows, 2), SCALE_THREADS, *arguments)
 
-    def _heads_macros(self, launcher: Launcher) -> dict[str, str | int]:
-        """What rotate.cu and attend.cu do to heads before scores."""
-        return {
+    def _rotate(self, launcher: Launcher, stream: int, step: StepMemory, rows: int) -> None:
+        """Norms and RoPE of queries and keys; keys and values go to their pages of the KV cache."""
+        s, at, rotation = self.sizes, step.at, self.rotation or Rotation(0, 0, 0)
+        together = 1 if rows < ROTATED_ROWS else max(1, ROTATED_ROWS * 64 // s.wide)
+        macros = {
             "TYPE": launcher.type,
-            "HEAD": self.sizes.size,
-            "PAIRS": self._table.pairs,
-            "ADJACENT": int(self._table.adjacent),
+            "HEAD": s.size,
+            "PAIRS": rotation.pairs,
+            "ADJACENT": int(rotation.adjacent),
             "NORMED": 0 if self.q_norm is None else 1 + self.joint_norms,
             "VALUES_NORMED": int(self.v_norm),
             "OUTPUT_GATE": int(self.gated),
+            "ROWS": together,
         }
-
-    def _heads_memory(self, step: StepMemory) -> tuple[int, int, int, int]:
-        """Angles, weights of norms, and factors of joint ones."""
         norms = [0 if norm is None else norm.pointer for norm in (self.q_norm, self.k_norm)]
-        scales = step.at("head_scales") if self.joint_norms else 0
-        return step.at("angles") + 8 * self._table.first, norms[0], norms[1], scales
-
-    def _rotate(self, launcher: Launcher, stream: int, step: StepMemory, rows: int) -> None:
-        """Norms and RoPE of queries and keys; keys and values go to their pages of the KV cache."""
-        s, at = self.sizes, step.at
-        together = 1 if rows < ROTATED_ROWS else max(1, ROTATED_ROWS * 64 // s.wide)
+        scales = at("head_scales") if self.joint_norms else 0
         places, strides = self._heads_at(step, rows)
-        angles, *norms = self._heads_memory(step)
-        pointers = angles, at("positions"), at("texts"), step.pages(self.place.table), *norms
+        angles = at("angles") + 8 * rotation.first
+        pointers = angles, at("positions"), at("texts"), step.pages(self.place.table), *norms, scales
+        grid = s.heads + 2 * s.kv_heads * self.has_keys, -(-rows // together)
         growth, length = self.temperature or (0.0, 1)
-        numbers = launcher.epsilon, self.scale * LOG2_E, float(growth), length
-        sizes = self._table.stride, s.heads, s.kv_heads, self.place.offset, step.pages_of_text, rows
-        grid, threads = (s.heads + 2 * s.kv_heads * self.has_keys, -(-rows // together)), s.wide // 2 * together
-        macros = self._heads_macros(launcher) | {"ROWS": together}
+        numbers = launcher.epsilon, self.scale * math.log2(math.e), float(growth), length
+        sizes = rotation.stride, s.heads, s.kv_heads, self.place.offset, step.pages_of_text, rows
+        threads = s.wide // 2 * together
         launcher.launch(stream, "rotate", macros, grid, threads, *places, *strides, *pointers, *numbers, *sizes)
 
     def _attend(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch) -> None:
@@ -219,53 +193,27 @@ class DeviceAttention:
         warps, tile = FEW_WARPS if few else MANY_WARPS // s.halves, 2 * PAGE * s.wide * 2  # of keys and of values
         queries = warps * 16 * s.wide * 2 if s.halves > 1 else 0
         stages = STAGES if STAGES * tile + queries <= launcher.device.shared_bytes else 1
-        rotates = few and self.folds
-        macros = self._heads_macros(launcher) if rotates else self._heads_macros(launcher) | UNROTATED
-        macros |= {
+        macros = {
+            "TYPE": launcher.type,
+            "HEAD": s.size,
             "GROUP": s.group,
             "WARPS": warps,
             "STAGES": stages,
             "FEW": int(few),
             "WINDOWED": int(self.window > 0),
             "CAPPED": int(self.cap > 0),
-            "ROTATES": int(rotates),
+            "OUTPUT_GATE": int(self.gated),
         }
         tiles, sums = stages * tile + queries, warps * 16 * (s.wide // s.halves + 2) * 4  # sums take the tiles' place
         heads = s.kv_heads * s.halves
         grid = (parts, heads * -(-s.group // 16), batch.rows) if few else (batch.blocks, heads)
-        (q, k, v), strides = self._heads_at(step, batch.rows)
-        places = (q, k, v) if self.has_keys else (q, 0, 0)
-        pointers = at("positions"), at("blocks"), step.pages(self.place.table), at("attended")
+        (q, _, _), (q_stride, _, _) = self._heads_at(step, batch.rows)
+        pointers = q, at("positions"), at("blocks"), step.pages(self.place.table), at("attended")
         sinks = 0 if self.sinks is None else self.sinks.pointer
-        ahead = launcher.ahead if few and batch.rows <= AHEAD_ROWS else None
-        blocks, block_bytes, share = (0, 0, 0) if ahead is None else shares(ahead, AHEAD_BYTES)
-        growth, length = self.temperature or (0.0, 1)
-        numbers = self._table.stride, s.heads, s.kv_heads, self.place.offset, step.pages_of_text, self.window, length
-        floats = self.cap * LOG2_E, self.scale * LOG2_E, float(growth), launcher.epsilon
-        arguments = (
-            *places,
-            *pointers,
-            sinks,
-            *self._heads_memory(step),
-            0 if ahead is None else address(ahead.bricks),
-            *strides,
-            *numbers,
-            blocks,
-            block_bytes,
-            share,
-            *floats,
-        )
+        numbers = q_stride, s.heads, s.kv_heads, self.place.offset, step.pages_of_text, self.window
         shape = {"shared_bytes": max(tiles, sums) if few else tiles, "cluster": parts if few else 1}
-        launcher.launch(stream, "attend", macros, grid, warps * 32, *arguments, **shape)
-
-
-def shares(weights: DeviceWeights, most: int) -> tuple[int, int, int]:
-    """The blocks of a matrix of bricks, their bytes, and how many of these are `most` of all together."""
-    down, along = brick_shape(*weights.shape)
-    block_bytes = BLOCK_COURSES * along * weights.kind.brick_bytes
-    blocks = down // BLOCK_COURSES
-    share = min(block_bytes, most // max(1, blocks)) // 16 * 16
-    return (blocks, block_bytes, share) if share else (0, 0, 0)
+        cap = self.cap * math.log2(math.e)
+        launcher.launch(stream, "attend", macros, grid, warps * 32, *pointers, sinks, *numbers, cap, **shape)
 
 
 def power_of_two(number: int, most: int) -> int:

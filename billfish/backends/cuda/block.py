@@ -107,7 +107,6 @@ class DeviceBlock:
     def run(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch, before: Residual | None) -> None:
         """before: how the output of the block before is added; None for the first one."""
         launcher.normalize(stream, step, batch.rows, self.mixer_norm, before)
-        launcher.ahead = next((matrix.weights for matrix in self.feed_forward.matrices), None)
         self.mixer.run(launcher, stream, step, batch)
         residual = Residual(self.mixer_post_norm, self.residual_scale)
         launcher.normalize(stream, step, batch.rows, self.feed_forward_norm, residual)

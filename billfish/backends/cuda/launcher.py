@@ -41,8 +41,7 @@ class Launcher:
     captured in a graph.
 
     heard: where it is a set, launches are put into it to be compiled, and nothing is launched. activations: of x in
-    products of many rows, "exact", "fp8" or "q8". batch_invariant: a sequence gets the same bits in any batch. ahead:
-    what the part behind a mixer multiplies with first, so that the mixer can fetch some of it.
+    products of many rows, "exact", "fp8" or "q8". batch_invariant: a sequence gets the same bits in any batch.
     """
 
     def __init__(self, hidden: int, epsilon: float, *, bfloat16: bool = False, ordinal: int = 0) -> None:
@@ -52,7 +51,6 @@ class Launcher:
         self.batch_invariant = False
         self.activations = "exact"
         self.heard: set[KernelLaunch] | None = None
-        self.ahead: DeviceWeights | None = None
 
     def launch(
         self,

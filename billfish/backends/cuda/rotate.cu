@@ -1,5 +1,5 @@
-// Norms and RoPE of queries and keys of a prompt; keys and values go to their page of the KV cache. A CTA has one head of ROWS rows, a thread
-// a pair of numbers. In a decode step attend.cu does the same.
+// Norms and RoPE of queries and keys; keys and values go to their page of the KV cache. A CTA has one head of ROWS rows, a thread a pair
+// of numbers.
 //
 // q, k and v have a row for each token, `stride` numbers apart. Queries stay there, times `scale`, which has log2(e) in it, so that
 // attention takes powers of two, and times 1 + growth ln(1 + position / growth_length).
@@ -7,9 +7,10 @@
 // Compiled with TYPE, HEAD, PAIRS (those that rotate; the numbers after them do not), ADJACENT (a pair is 2i and 2i + 1, not i and
 // i + PAIRS), NORMED (an RMSNorm comes first: 1 of each head, 2 of all heads, with the factors of head_scales.cu), VALUES_NORMED (an RMSNorm
 // of each head of values, without weights), OUTPUT_GATE (a head of q has its gate behind it) and ROWS.
-#include "rope.cuh"
+#include "pages.cuh"
 
 constexpr int EACH = WIDE / 2, WARPS = EACH / 32;  // of a row
+static_assert(HEAD % 2 == 0 && 2 * PAIRS <= HEAD, "pairs of numbers");
 
 extern "C" __global__ void __launch_bounds__(EACH * ROWS)
 marlin_rotate(u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, int q_stride, int k_stride, int v_stride, const float2* __restrict__ angles,
@@ -20,10 +21,9 @@ marlin_rotate(u16* __restrict__ q, const u16* __restrict__ k, const u16* __restr
   let_next_start();
   const int head = blockIdx.x, mine = threadIdx.x / EACH, t = threadIdx.x % EACH, row = min(blockIdx.y * ROWS + mine, rows - 1);
   const bool again = blockIdx.y * ROWS + mine >= rows;  // rows of others, of which nothing is written
-  const bool is_q = head < heads, is_v = head >= heads + kv_heads;
-  const Pair pair(t);
-  const int first = pair.first, second = pair.second;
-  const bool any = pair.any, turns = pair.turns;
+  const bool any = t < HEAD / 2;                        // the others write the zeros that fill a page's rows up to WIDE
+  const bool is_q = head < heads, is_v = head >= heads + kv_heads, turns = t < PAIRS;
+  const int first = !turns ? PAIRS * 2 + (t - PAIRS) * 2 : ADJACENT ? 2 * t : t, second = turns && !ADJACENT ? t + PAIRS : first + 1;
   const int position = positions[row], kv_head = head - heads - (is_v ? kv_heads : 0);
   const u64 page = is_q ? 0 : pages[(size_t)texts[row] * pages_of_text + position / PAGE];
   wait_for_previous();
@@ -46,7 +46,11 @@ marlin_rotate(u16* __restrict__ q, const u16* __restrict__ k, const u16* __restr
     a *= factor * weight[first], b *= factor * weight[second];
   }
   if (again || (!any && is_q)) return;
-  if (turns && !is_v) turn(a, b, angles[(size_t)row * angle_stride + t]);
+  if (turns && !is_v) {
+    const float2 angle = angles[(size_t)row * angle_stride + t];
+    const float turned = a * angle.x - b * angle.y;
+    b = a * angle.y + b * angle.x, a = turned;
+  }
   if (is_q) {
     if (growth > 0) scale *= 1 + growth * logf(1 + (float)(position / growth_length));
     u16* to = (u16*)from;

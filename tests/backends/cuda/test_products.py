@@ -19,7 +19,7 @@ import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cuda import compile as compiler
 from billfish.backends.cuda import packed as saved
-from billfish.backends.cuda.attention import FEW_WARPS, FOLDED, MANY_WARPS, STAGES
+from billfish.backends.cuda.attention import FEW_WARPS, MANY_WARPS, STAGES
 from billfish.backends.cuda.axes import Kind, describe
 from billfish.backends.cuda.compile import compile_kernel
 from billfish.backends.cuda.device_weights import PLAIN, stored_codes
@@ -158,9 +158,9 @@ def test_the_decoders_kernels_compile_without_spills(arch, type):
         }
         resources("rotate.cu", {"TYPE": type} | {name: str(value) for name, value in rotate.items()}, arch)
         for few, warps in ((1, FEW_WARPS), (0, MANY_WARPS)):
-            more = {"WINDOWED": int(head != 128), "CAPPED": int(head == 256), "ROTATES": int(few and head <= FOLDED)}
-            attend = {"GROUP": 4, "WARPS": warps, "STAGES": STAGES, "FEW": few} | more
-            macros = {"TYPE": type} | {name: str(value) for name, value in (rotate | attend).items()}
+            more = {"WINDOWED": int(head != 128), "CAPPED": int(head == 256), "OUTPUT_GATE": int(head == 256)}
+            attend = {"HEAD": head, "GROUP": 4, "WARPS": warps, "STAGES": STAGES, "FEW": few} | more
+            macros = {"TYPE": type} | {name: str(value) for name, value in attend.items()}
             assert resources("attend.cu", macros, arch) * warps * 32 <= 65536
     for add, post, norm in ((1, 0, 1), (1, 1, 1), (1, 1, 0), (0, 0, 0)):
         macros = {"TYPE": type, "HIDDEN": 4096, "THREADS": 512, "ADD": add, "POST": post, "NORM": norm}
@@ -257,8 +257,7 @@ def test_pages_are_what_the_kernels_take_them_for():
 
 def test_a_launch_takes_what_the_kernel_takes():
     known = {"gemm_small": "mpppppiiii", "gemm_large": "mpppppiiii", "pack": "pppii", "normalize": "ppppppfff"}
-    known |= {"embed": "ppppppppiiif", "rotate": "pppiiipppppppfffiiiiiii"}
-    known |= {"attend": "p" * 13 + "i" * 13 + "ffff"}
+    known |= {"embed": "ppppppppiiif", "rotate": "pppiiipppppppfffiiiiiii", "attend": "ppppppiiiiiif"}
     known |= {"choose": "pippp", "head_scales": "pppiiiif", "cap": "pif", "layer_inputs": "ppppppiiifff"}
     known |= {"gate": "pppiii", "reorder": "pppi"}
     known |= {"gemm_bytes": "mpppppiiiiii", "quantize_rows": "ppiii", "split_blocks": "ppii"}
