@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_fake_gpu import FakeGpu
+from cuda_numpy_recurrent import RecurrentKernels
 
 import billfish as bf
 from billfish.backends.cuda.device_weights import DeviceWeights
@@ -55,7 +56,7 @@ def gated(kind: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return gate * sigmoid(gate) * up
 
 
-class NumpyGpu(FakeGpu):
+class NumpyGpu(RecurrentKernels, FakeGpu):
     """Computes what the decoder launches. `computed`: the kernels that ran."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
