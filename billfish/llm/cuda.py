@@ -41,6 +41,7 @@ from billfish.llm.model_weights import CALL, ModelTensors
 from billfish.llm.sampler import Sampler
 
 TOGETHER = 256  # texts that go on together, at most
+LONG = 2048  # positions of a text from which on more CTAs share its keys
 COLDEST = 1e-30  # of temperatures: below it, all but the best token have no chance, and float32 no inverse
 SCORED = 64  # rows whose scores are in memory beside a prompt
 EIGHT_BITS = ("fp8", "q8")  # x in products of prompts, where matrices have formats that can; Hopper's
@@ -355,7 +356,7 @@ class CudaDecoder(Decoder):
         if asked is None or asked != ahead:
             steps.feed(tokens, positions, how, caches)
             with states_of(caches, positions, [self.ends_in(p, [t]) for p, t in zip(positions, tokens, strict=True)]):
-                steps.launch(len(passages))
+                steps.launch(len(passages), long=max(positions) >= LONG)
         d = driver()
         source, count = steps.step.at("tokens"), len(passages)
         check(d.cuMemcpyDtoHAsync(self._chosen.pointer, source, 4 * count, self._stream), "copying from the device")
@@ -368,7 +369,7 @@ class CudaDecoder(Decoder):
             how = choices(samplers)
             steps.feed(None, None, how, caches)
             with states_of(caches, [positions[0] + 1]):
-                steps.launch(1)
+                steps.launch(1, long=positions[0] + 1 >= LONG)
         check(d.cuEventSynchronize(self._read), "waiting for the device")
         chosen = [int(token) for token in self._chosen.array[:count]]
         if goes_on:
@@ -398,7 +399,7 @@ class TokenSteps:
     def __init__(self, layers: DeviceDecoder, rows: int, pages_of_text: int, stream: int) -> None:
         self.rows, self.step = rows, layers.step(rows, rows, pages_of_text, rows)
         self._layers, self._stream, self._pages_of_text = layers, stream, pages_of_text
-        self._graphs: dict[tuple[int, bool], Any] = {}
+        self._graphs: dict[Any, Any] = {}
         self._pages: dict[tuple[int, int], list[int]] = {}  # by row and table
         self._states: list[int] = []
         self._how = b""
@@ -446,9 +447,10 @@ class TokenSteps:
         """Returns when the array was read, which is before the device has it: nothing waits for steps under way."""
         check(driver().cuMemcpyHtoDAsync(to, array.ctypes.data, array.nbytes, self._stream), "copying to the device")
 
-    def launch(self, rows: int) -> None:
-        """One step for the first `rows` texts."""
-        key = rows, self._layers.batch_invariant
+    def launch(self, rows: int, *, long: bool) -> None:
+        """One step for the first `rows` texts. long: one of them has many positions."""
+        batch = Batch(rows, rows, long=long)
+        key = batch, self._layers.batch_invariant
         if key in self._graphs:
             check(driver().cuGraphLaunch(self._graphs[key], self._stream), "a graph")
             return
@@ -457,7 +459,6 @@ class TokenSteps:
             self._layers.run(stream, self.step, batch, scored=rows)
             self._layers.choose(stream, self.step, rows)
 
-        batch = Batch(rows, rows)
         self._layers.prepare(self.step, batch, scored=rows)
         work(self._stream)  # loads what it takes, which a capture does not allow
         self._graphs[key] = captured(work, self._stream)
