@@ -28,6 +28,7 @@ from billfish.backends.cuda.driver import (
     synchronize,
 )
 from billfish.backends.cuda.embedding import DeviceEmbedding
+from billfish.backends.cuda.recurrent import feed_chunks
 from billfish.backends.cuda.step_memory import CHOICE, PAGE, Batch, StepMemory
 from billfish.core.errors import BackendUnavailable, DataError, ModelError, bad_argument, failure
 from billfish.core.typing import Activations
@@ -40,6 +41,7 @@ from billfish.llm.model_weights import CALL, ModelTensors
 from billfish.llm.sampler import Sampler
 
 TOGETHER = 256  # texts that go on together, at most
+LONG = 2048  # positions of a text from which on more CTAs share its keys
 COLDEST = 1e-30  # of temperatures: below it, all but the best token have no chance, and float32 no inverse
 SCORED = 64  # rows whose scores are in memory beside a prompt
 EIGHT_BITS = ("fp8", "q8")  # x in products of prompts, where matrices have formats that can; Hopper's
@@ -290,14 +292,23 @@ class CudaDecoder(Decoder):
         for text, piece in enumerate(pieces):
             for table, pages in enumerate(piece.cache.lists):
                 copy_in(step.pages(table, text), self._pages(pages.pages), stream)
-            piece.cache.state_tokens = -1
         copy_in(step.at("states"), np.array([piece.cache.state for piece in pieces], np.uint64), stream)
         if how is not None:
             copy_in(step.at("choices"), how, stream)
-        batch, x = Batch(rows, len(pieces), len(blocks)), activations or "exact"
+        chunks = self._feed_states(step, pieces)
+        batch, x = Batch(rows, len(pieces), len(blocks), chunks=chunks), activations or "exact"
         self._layers.prepare(step, batch, scored=len(last), activations=x)
         self._layers.run(stream, step, batch, scored=len(last), activations=x)
         return rows
+
+    def _feed_states(self, step: StepMemory, pieces: Sequence[Piece]) -> int:
+        """Bring recurrent states to where the pieces begin, and tell the step of their chunks: how many there are."""
+        chunks = []
+        for cache, tokens, *_ in pieces:
+            if cache.states is not None:
+                start = len(cache.tokens)
+                chunks.append(cache.states.prepare(start, len(tokens), self.ends_in(start, tokens)))
+        return feed_chunks(self._stream, step, chunks) if chunks else 0
 
     def _choose_prompts(self, scored: int) -> list[int]:
         step = self._prompt_step()
@@ -315,7 +326,8 @@ class CudaDecoder(Decoder):
         """Keys and values are there."""
         for piece in pieces:
             piece.cache.tokens.extend(piece.tokens)
-            piece.cache.state_tokens = len(piece.cache.tokens)
+            if piece.cache.states is not None:
+                piece.cache.states.done(len(piece.cache.tokens))
 
     # ---- a token of each text -----------------------------------------------------------------------------------
 
@@ -336,35 +348,49 @@ class CudaDecoder(Decoder):
                 self._tokens = None  # before there is another
             self._tokens = TokenSteps(self._layers, rows, self._pages_of_text, self._stream)
         steps, alone = self._tokens, len(passages) == 1
-        # A step ahead that nobody asks for does no harm, unless it changes a recurrent state.
-        goes_on = alone and not caches[0].state and positions[0] + 1 < min(self.config.context, caches[0].capacity)
+        goes_on = alone and positions[0] + 1 < min(self.config.context, caches[0].capacity)
         for cache in caches:
             cache.expect(1 + goes_on)
         invariant = self._layers.batch_invariant
         asked = Ahead(weakref.ref(caches[0]), positions[0], tokens[0], how.tobytes(), invariant) if alone else None
         if asked is None or asked != ahead:
             steps.feed(tokens, positions, how, caches)
-            for cache in caches:
-                cache.state_tokens = -1
-            steps.launch(len(passages))
+            with states_of(caches, positions, [self.ends_in(p, [t]) for p, t in zip(positions, tokens, strict=True)]):
+                steps.launch(len(passages), long=max(positions) >= LONG)
         d = driver()
         source, count = steps.step.at("tokens"), len(passages)
         check(d.cuMemcpyDtoHAsync(self._chosen.pointer, source, 4 * count, self._stream), "copying from the device")
         check(d.cuEventRecord(self._read, self._stream), "an event")
         for sampler in samplers:
             sampler.move_on()
+        if goes_on and caches[0].states is not None:
+            goes_on = caches[0].states.keep()  # if nobody asks for the step, it has to be undone
         if goes_on:  # the next step begins while Python looks at this one's token
             how = choices(samplers)
             steps.feed(None, None, how, caches)
-            steps.launch(1)
+            with states_of(caches, [positions[0] + 1]):
+                steps.launch(1, long=positions[0] + 1 >= LONG)
         check(d.cuEventSynchronize(self._read), "waiting for the device")
         chosen = [int(token) for token in self._chosen.array[:count]]
         if goes_on:
             self._ahead = Ahead(weakref.ref(caches[0]), positions[0] + 1, chosen[0], how.tobytes(), invariant)
         for cache, (_, fed) in zip(caches, passages, strict=True):
             cache.tokens.extend(fed)
-            cache.state_tokens = len(cache.tokens)
         return chosen
+
+
+@contextmanager
+def states_of(
+    caches: Sequence[CudaCache], positions: Sequence[int], ends: Sequence[Sequence[int]] = ((),)
+) -> Iterator[None]:
+    """Recurrent states are behind these positions when a decode step is launched, and one further after it. ends: of
+    each cache, the positions where a message ends."""
+    states = [cache.states for cache in caches if cache.states is not None]
+    chunks = [each.prepare(start, 1, end) for each, start, end in zip(states, positions, ends, strict=bool(states))]
+    yield
+    for each, made, start in zip(states, chunks, positions, strict=bool(states)):
+        each.save(made)
+        each.done(start + 1)
 
 
 class TokenSteps:
@@ -373,7 +399,7 @@ class TokenSteps:
     def __init__(self, layers: DeviceDecoder, rows: int, pages_of_text: int, stream: int) -> None:
         self.rows, self.step = rows, layers.step(rows, rows, pages_of_text, rows)
         self._layers, self._stream, self._pages_of_text = layers, stream, pages_of_text
-        self._graphs: dict[tuple[int, bool], Any] = {}
+        self._graphs: dict[Any, Any] = {}
         self._pages: dict[tuple[int, int], list[int]] = {}  # by row and table
         self._states: list[int] = []
         self._how = b""
@@ -421,9 +447,10 @@ class TokenSteps:
         """Returns when the array was read, which is before the device has it: nothing waits for steps under way."""
         check(driver().cuMemcpyHtoDAsync(to, array.ctypes.data, array.nbytes, self._stream), "copying to the device")
 
-    def launch(self, rows: int) -> None:
-        """One step for the first `rows` texts."""
-        key = rows, self._layers.batch_invariant
+    def launch(self, rows: int, *, long: bool) -> None:
+        """One step for the first `rows` texts. long: one of them has many positions."""
+        batch = Batch(rows, rows, long=long)
+        key = batch, self._layers.batch_invariant
         if key in self._graphs:
             check(driver().cuGraphLaunch(self._graphs[key], self._stream), "a graph")
             return
@@ -432,7 +459,6 @@ class TokenSteps:
             self._layers.run(stream, self.step, batch, scored=rows)
             self._layers.choose(stream, self.step, rows)
 
-        batch = Batch(rows, rows)
         self._layers.prepare(self.step, batch, scored=rows)
         work(self._stream)  # loads what it takes, which a capture does not allow
         self._graphs[key] = captured(work, self._stream)

@@ -13,6 +13,7 @@ from billfish.backends.cuda.dense import DeviceDense
 from billfish.backends.cuda.embedding import DeviceLayerInputs, RopeTables
 from billfish.backends.cuda.mixture import DeviceDenseAndMixture, DeviceMixture
 from billfish.llm.cuda_mixture import pack_mixture
+from billfish.llm.cuda_recurrent import recurrent_mixer
 from billfish.llm.cuda_weights import GpuWeights
 from billfish.models.description import (
     Attention,
@@ -122,7 +123,7 @@ class BlockMaker:
     def _mixer(self, mixer: Mixer, i: int) -> Part:
         if isinstance(mixer, Attention):
             return self._attention(mixer, i)
-        raise NotImplementedError(type(mixer).__name__)
+        return recurrent_mixer(self._weights, mixer, self.layout.state_offsets[i])
 
     def _feed_forward(self, part: FeedForward) -> Part:
         if isinstance(part, Dense):

@@ -9,6 +9,7 @@ from billfish.backends.cuda.driver import Buffer, OutOfMemory, Stream, check, cu
 from billfish.backends.cuda.step_memory import PAGE
 from billfish.core.errors import ModelError, failure
 from billfish.llm.cuda_blocks import PageTable, SequenceLayout
+from billfish.llm.cuda_states import SequenceStates, StatePool
 from billfish.llm.kv_cache import Cache
 from billfish.models.description import Model
 
@@ -68,6 +69,7 @@ class SequencePool:
     def __init__(self, layout: SequenceLayout, stream: Stream, steps: RLock) -> None:
         self.layout, self.stream, self.steps = layout, stream, steps
         self.pools = [PagePool(table.page_bytes, stream.ordinal) for table in layout.tables]
+        self.states = StatePool(layout.state_bytes, stream) if layout.state_bytes else None
 
 
 class PageList:
@@ -131,15 +133,13 @@ class PageList:
 
 
 class CudaCache(Cache):
-    """Keys and values in 16 bits, in pages; states of recurrent layers in float32, which cannot be cut back."""
+    """Keys and values in 16 bits, in pages; states of recurrent layers in float32, with checkpoints to go back to."""
 
     def __init__(self, config: Model, pool: SequencePool, capacity: int) -> None:
         super().__init__(config, capacity)
         self._pool, self._capacity = pool, 0
         self.lists = [PageList(*each) for each in zip(pool.layout.tables, pool.pools, strict=True)]
-        self._state_bytes = pool.layout.state_bytes
-        self._state: Buffer | None = None
-        self.state_tokens = 0  # that the states have seen; -1: nobody knows
+        self.states = None if pool.states is None else self._first_states(pool.states)
         self.reserve(capacity)
 
     @property
@@ -149,24 +149,32 @@ class CudaCache(Cache):
     @property
     def nbytes(self) -> int:
         """That are kept from step to step. A long prompt may need more while it is fed."""
-        return sum(pages.kept_bytes(self.capacity) for pages in self.lists) + self._state_bytes
+        return sum(pages.kept_bytes(self.capacity) for pages in self.lists) + self._pool.layout.state_bytes
 
     @property
     def state(self) -> int:
         """The address of the states of recurrent layers; 0 where there are none."""
-        return 0 if self._state is None else self._state.pointer
+        return 0 if self.states is None else self.states.address
+
+    def _first_states(self, pool: StatePool) -> SequenceStates:
+        try:
+            return SequenceStates(pool)
+        except OutOfMemory:
+            free = free_bytes(self._pool.stream.ordinal) / 1e9
+            raise NoRoom(
+                f"The GPU has no room for the recurrent states of one more sequence: {pool.nbytes / 1e9:.2f} GB, and "
+                f"{free:.2f} GB are free. Use fewer sequences."
+            ) from None
 
     def reserve(self, positions: int) -> None:
         with self.lock:
             for pages in self.lists:
                 pages.reserve(pages_for(positions))
-            if self._state is None and self._state_bytes:
-                self._state = Buffer(self._state_bytes, self._pool.stream.ordinal)
             self._capacity = max(self._capacity, pages_for(positions) * PAGE)
 
     def check_state(self) -> None:
-        """Raises if the states of recurrent layers are not those behind the tokens that are there."""
-        if self.tokens and self._state_bytes and self.state_tokens != len(self.tokens):
+        """Raises if the states of recurrent layers cannot go on behind the tokens that are there."""
+        if self.states is not None and self.states.restorable(len(self.tokens)) != len(self.tokens):
             problem = "a step that was interrupted has changed the recurrent state of the cache"
             raise ModelError(failure("llm.run", problem, "Begin with an empty cache."))
 
@@ -179,8 +187,8 @@ class CudaCache(Cache):
         return CudaCache(self.config, self._pool, capacity)
 
     def restorable(self, positions: int) -> int:
-        if self._state_bytes and positions != self.state_tokens:
-            return 0
+        if self.states is not None:
+            positions = self.states.restorable(positions)
         return positions if all(pages.holds(positions) for pages in self.lists) else 0
 
     def copy_positions(self, other: Cache, positions: int) -> None:
@@ -194,10 +202,9 @@ class CudaCache(Cache):
                 own.hold(first, end)
                 for to, source in zip(own.pages[first:end], theirs.pages[first:end], strict=True):
                     check(driver().cuMemcpyDtoDAsync(to, source, own.table.page_bytes, stream), "copying a page")
-            if self._state_bytes and positions:
-                check(driver().cuMemcpyDtoDAsync(self.state, other.state, self._state_bytes, stream), "copying a state")
+            if self.states is not None and other.states is not None:
+                self.states.copy(other.states, positions)
             synchronize(stream)
-            self.state_tokens = positions
 
     def __del__(self) -> None:
         for pages in getattr(self, "lists", ()):

@@ -8,12 +8,10 @@ import re
 import sys
 
 from billfish.backends import BACKENDS
-from billfish.core.errors import BackendUnavailable, DataError, bad_argument, failure
+from billfish.core.errors import DataError, bad_argument
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.model_weights import CALL, ModelTensors
-from billfish.models.description import Attention, GatedDeltaNet, Mamba2, Model, ShortConvolution
 
-MIXERS = {GatedDeltaNet: "gated delta nets", ShortConvolution: "short convolutions", Mamba2: "Mamba-2 layers"}
 DEVICES = "cpu, cuda, cuda:N, or auto (the first GPU, else the CPU)"
 
 
@@ -45,19 +43,9 @@ def make_decoder(device: str, tensors: ModelTensors) -> Decoder:
         from billfish.llm.cpu import CpuDecoder
 
         return CpuDecoder(tensors)
-    unknown = missing(tensors.config)
-    if unknown:
-        problem = f"models with {', '.join(unknown)} do not run on a GPU yet"
-        raise BackendUnavailable(failure(CALL, problem, "Use device cpu."))
     from billfish.llm.cuda import CudaDecoder
 
     return CudaDecoder(tensors, int(device.removeprefix("cuda:")))
-
-
-def missing(model: Model) -> list[str]:
-    """What a model has that the decoder on a GPU does not run."""
-    mixers = [block.mixer for block in model.blocks if not isinstance(block.mixer, Attention)]
-    return [*dict.fromkeys(MIXERS[type(mixer)] for mixer in mixers)]
 
 
 def _has_driver() -> bool:

@@ -16,7 +16,7 @@ import pytest
 from cuda_fake import FakeDriver, Names
 
 from billfish.backends.cuda import decoder, step_memory
-from billfish.llm import cuda, cuda_kv_cache
+from billfish.llm import cuda, cuda_kv_cache, cuda_states
 
 VOCABULARY = 261
 
@@ -33,7 +33,7 @@ class FakeGpu(FakeDriver):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
-        for module in (decoder, step_memory, cuda, cuda_kv_cache):
+        for module in (decoder, step_memory, cuda, cuda_kv_cache, cuda_states):
             monkeypatch.setattr(module, "driver", lambda: self)
         monkeypatch.setattr(decoder, "compile_together", lambda *_: None)
         self.capture: list[Any] | None = None
@@ -84,6 +84,9 @@ class FakeGpu(FakeDriver):
         self._room(pointer, count)
         ctypes.memset(pointer, value, count)
         return (0,)
+
+    def cuMemsetD8Async(self, pointer: int, value: int, count: int, stream: int) -> tuple:
+        return self.cuMemsetD8(pointer, value, count)
 
     def _room(self, pointer: int, nbytes: int) -> None:
         """Fails unless memory from there on is of one allocation."""

@@ -6,56 +6,24 @@ as numbers beside their bricks.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from cuda_fake_gpu import FakeGpu
+from cuda_numpy_mixture import MixtureKernels
+from cuda_numpy_recurrent import RecurrentKernels
+from cuda_views import finite, gated, rms, rows_at, sigmoid, view
 
 import billfish as bf
 from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.memory import address
 
-PAGE, LOG2_E = 64, 1.4426950408889634
+PAGE = 64
 
 
-def view(pointer: int, dtype: Any, *shape: int) -> np.ndarray:
-    """Memory as an array that can be written to."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.frombuffer((ctypes.c_uint8 * size).from_address(pointer), dtype).reshape(shape)
-
-
-def rows_at(pointer: int, dtype: Any, rows: int, columns: int, stride: int) -> np.ndarray:
-    """[rows, columns], rows `stride` numbers apart."""
-    size = np.dtype(dtype).itemsize
-    whole = view(pointer, dtype, (rows - 1) * stride + columns)
-    return np.lib.stride_tricks.as_strided(whole, (rows, columns), (stride * size, size))
-
-
-def finite(x: np.ndarray) -> np.ndarray:
-    return np.clip(x, -65504, 65504).astype(np.float16)
-
-
-def rms(x: np.ndarray, epsilon: float) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(epsilon))
-
-
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 0.5 * (1 + np.tanh(0.5 * x))
-
-
-def gated(kind: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    if kind == "CLAMPED_SILU":
-        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
-        return gate * sigmoid(1.702 * gate) * (up + 1)
-    if kind == "GELU_TANH":
-        return gate * sigmoid(1.59576912 * (gate + 0.044715 * gate**3)) * up
-    return gate * sigmoid(gate) * up
-
-
-class NumpyGpu(FakeGpu):
+class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
     """Computes what the decoder launches. `computed`: the kernels that ran."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +32,7 @@ class NumpyGpu(FakeGpu):
         self.computed: set[str] = set()
         for name in ("pack", "pack_plain"):
             monkeypatch.setattr(DeviceWeights, name, classmethod(self._remembering(getattr(DeviceWeights, name))))
+        self.remember_experts(monkeypatch)
 
     def _remembering(self, pack: Any) -> Any:
         def remember(cls: type, tensor: Any, place: str) -> DeviceWeights:
@@ -83,7 +52,9 @@ class NumpyGpu(FakeGpu):
         if name in ("pack", "unpack"):
             return
         self.computed.add(name)
-        getattr(self, "gemm" if name.startswith("gemm") else name)(macros, grid, *values)
+        if name.startswith("gemm"):
+            name = "experts" if "EXPERTS" in macros else "gemm"
+        getattr(self, name)(macros, grid, *values)
 
     # ---- around blocks --------------------------------------------------------------------------------------------
 

@@ -41,6 +41,6 @@ marlin_add_norms(const u16* a, const float* __restrict__ a_weight, const u16* b,
   for (int i = 0; i < EACH; i++)
     if (const int at = i * THREADS + threadIdx.x; at < FOURS) {
       const float4 v = first[i], w = second[i], s = __ldg((const float4*)a_weight + at), t = __ldg((const float4*)b_weight + at);
-      ((uint2*)(y + row))[at] = make_uint2(TYPE::pack(v.x * p * s.x + w.x * q * t.x, v.y * p * s.y + w.y * q * t.y), TYPE::pack(v.z * p * s.z + w.z * q * t.z, v.w * p * s.w + w.w * q * t.w));
+      ((uint2*)(y + row))[at] = make_uint2(TYPE::pack_finite(v.x * p * s.x + w.x * q * t.x, v.y * p * s.y + w.y * q * t.y), TYPE::pack_finite(v.z * p * s.z + w.z * q * t.z, v.w * p * s.w + w.w * q * t.w));
     }
 }

@@ -11,7 +11,7 @@ from billfish.backends.cuda.launcher import DeviceMatrix, Launcher
 from billfish.backends.cuda.step_memory import PAGE, Batch, StepMemory
 
 FEW_WARPS, MANY_WARPS, STAGES = 4, 8, 2  # of attend.cu
-MOST_PARTS = 16  # CTAs of a cluster that share the keys of a text
+MOST_PARTS, MOST_LONG_PARTS = 8, 16  # CTAs of a cluster that share the keys of a text, and of one with many positions
 IN_REGISTERS = 256  # numbers of a head, at most: more are halved, with fewer warps and queries in shared memory
 ROTATED_ROWS = 8  # of a CTA of rotate.cu, where there are many and heads have 64 numbers
 SCALE_THREADS = 256  # of head_scales.cu
@@ -124,8 +124,8 @@ class DeviceAttention:
         self._attend(launcher, stream, step, batch)
         launcher.products(stream, step, (self.output,), at("attended"), at("added"), rows)
 
-    def parts_for(self, launcher: Launcher, rows: int) -> int:
-        """CTAs that share the keys of each of `rows` texts: as many as keep all multiprocessors at work.
+    def parts_for(self, launcher: Launcher, batch: Batch) -> int:
+        """CTAs that share the keys of each text of a decode step: as many as keep all multiprocessors at work.
 
         The order of additions depends on it.
         """
@@ -133,8 +133,9 @@ class DeviceAttention:
             return 1
         if launcher.batch_invariant:
             return 2
-        ctas = rows * self.sizes.kv_heads * self.sizes.halves * -(-self.sizes.group // 16)
-        return power_of_two(launcher.device.multiprocessors // ctas, MOST_PARTS)
+        ctas = batch.rows * self.sizes.kv_heads * self.sizes.halves * -(-self.sizes.group // 16)
+        most = MOST_LONG_PARTS if batch.long and not self.window else MOST_PARTS
+        return power_of_two(launcher.device.multiprocessors // ctas, most)
 
     def _heads_at(self, step: StepMemory, rows: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """Where q, k and v of the first row are, and how many numbers further on those of the next one."""
@@ -189,7 +190,7 @@ class DeviceAttention:
 
     def _attend(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch) -> None:
         s, at, few = self.sizes, step.at, not batch.blocks
-        parts = batch.parts or self.parts_for(launcher, batch.rows)
+        parts = batch.parts or self.parts_for(launcher, batch)
         warps, tile = FEW_WARPS if few else MANY_WARPS // s.halves, 2 * PAGE * s.wide * 2  # of keys and of values
         queries = warps * 16 * s.wide * 2 if s.halves > 1 else 0
         stages = STAGES if STAGES * tile + queries <= launcher.device.shared_bytes else 1

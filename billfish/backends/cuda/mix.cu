@@ -44,7 +44,7 @@ marlin_mix(const u16* __restrict__ x, const ID* __restrict__ ids, const void* __
   u16* to = y + token * n + first;
   u32 words[4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) words[i] = there ? TYPE::pack(sums[2 * i], sums[2 * i + 1]) : 0x7fff7fff;
+  for (int i = 0; i < 4; i++) words[i] = there ? TYPE::pack_finite(sums[2 * i], sums[2 * i + 1]) : 0x7fff7fff;
   if (n % 8 == 0) *(uint4*)to = make_uint4(words[0], words[1], words[2], words[3]);
   else
     for (int i = 0; i < 8 && first + i < n; i++) to[i] = (u16)(words[i / 2] >> (i % 2 * 16));

@@ -24,12 +24,16 @@ class Batch:
 
     blocks: of queries, for passages of several rows. 0: a decode step, where row i is the next token of text i.
     parts: CTAs that share the keys of a text in a decode step; None: as many as keep all multiprocessors at work.
+    long: a text of a decode step has many positions, so that more CTAs for its keys pay.
+    chunks: of recurrent layers, for passages of several rows, as `feed_chunks` of recurrent.py counts them.
     """
 
     rows: int
     texts: int
     blocks: int = 0
     parts: int | None = None
+    long: bool = False
+    chunks: int = 0
 
 
 class StepMemory:

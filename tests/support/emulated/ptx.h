@@ -18,7 +18,7 @@ struct uint2 { uint32_t x, y; };
 struct uint4 { uint32_t x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
-struct Index { int x; };
+struct Index { int x, y, z; };
 static thread_local Index threadIdx, blockIdx, blockDim;
 
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
