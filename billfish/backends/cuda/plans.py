@@ -661,9 +661,9 @@ def quantize_launch(gemm: Gemm, stride: int) -> KernelLaunch:
 FEW = 8  # rows of a tile of gemm_small
 FILLED = 0.6  # of a tile, if all experts have as many rows: some have more, and should not need another tile
 FEW_FILLED = 0.45  # of a tile of gemm_small beside gemm_large, which with 4 rows an expert is the faster one
-# With few columns of x a pass is short, and many small CTAs hide its beginning and end: 16 rows of 128 experts of 768,
-# hidden size 2048, take 76 us in this shape and 94 in those for longer ones.
-SHORT = Small(4, 4, 8, 3)
+# With few columns of x a pass is short, and several small CTAs on a multiprocessor hide its beginning and end:
+# docs/notes/2026-11-18-cuda-mixtures.md has what was tried. One row: of gate and up, of other products; then more rows.
+SHORT_GATED, SHORT_ALONE, SHORT = Small(8, 4, 16, 3), Small(6, 4, 12, 2), Small(4, 4, 8, 3)
 
 
 @dataclass(frozen=True)
@@ -714,7 +714,8 @@ def few(gemm: Gemm, routing: ExpertRouting, width: int, device: Device) -> Plan:
     """gemm_small."""
     tile, courses, hopper = replace(gemm, m=width), -(-gemm.n // COURSE), device.capability >= (9, 0)
     if walks(routing, device) and gemm.k < LONG_K and gemm.kind.words == 1:
-        return launch_few(gemm, routing, width, device, fitting(tile, device, SHORT, again=True))
+        short = SHORT if width > 1 else SHORT_ALONE if gemm.gate is None else SHORT_GATED
+        return launch_few(gemm, routing, width, device, fitting(tile, device, short, again=True))
     shapes = [fitting(tile, device, shape, walks(routing, device)) for shape in small_shapes(tile, hopper)]
     all_courses = round(routing.expected(width) * courses)
 
