@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_fake_gpu import VOCABULARY, FakeGpu
+from llm_architectures import write_model as write_architecture
 from llm_models import Small, write_model
 from serving_support import submit
 
@@ -190,6 +191,32 @@ def test_a_cache_that_is_collected_while_another_takes_pages(model, monkeypatch)
     pages = [page for cache in caches for page in cache.lists[0].pages]
     assert len({*pages, *pool._free}) == len(pages) + len(pool._free)
     assert sum(slab.nbytes for slab in pool._slabs) == (len(pages) + len(pool._free)) * pool.page_bytes > taken
+
+
+def test_pages_before_a_window_are_given_back(gpu, tmp_path):
+    """Layers with a window of 7 keep few pages of a long text; those without keep all."""
+    write_architecture(tmp_path, "gemma3", max_position_embeddings=1024)
+    model = load(tmp_path, device="cuda")
+    cache, text = model.cache(), [token % 90 for token in range(700)]
+    model.decoder.choose([(cache, text)], [Sampling().sampler()], None)
+    all_pages, windowed = (cache.lists[i] for i in range(2))
+    assert (all_pages.table.window, windowed.table.window) == (0, 7)
+    held = [page for page in windowed.pages if page]
+    assert len(held) == 11  # of the prompt, which came in one piece
+    model.decoder.choose([(cache, [5])], [Sampling().sampler()], None)
+    held = [page for page in windowed.pages if page]
+    assert len(held) <= 6
+    assert held == windowed.pages[-len(held) :]
+    assert sum(map(bool, all_pages.pages)) == 11
+    assert cache.nbytes == 11 * all_pages.table.page_bytes + 6 * windowed.table.page_bytes
+    assert cache.restorable(690) == 690
+    assert cache.restorable(300) == 0
+    other = cache.copy()
+    assert other.tokens == cache.tokens
+    tokens = [model.decoder.choose([(each, [9])], [Sampling().sampler()], None) for each in (cache, other)]
+    assert tokens[0] == tokens[1]
+    assert cache.rollback(300) == 0
+    assert model.decoder.choose([(cache, text[:20])], [Sampling().sampler()], None)
 
 
 def test_more_tokens_than_the_context_are_refused(model):
