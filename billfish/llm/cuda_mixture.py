@@ -32,8 +32,7 @@ def pack_mixture(tensors: ModelTensors, mixture: Mixture, shared: DeviceDense | 
     parts = [stack for stack in (mixture.gate, mixture.up) if stack is not None]
     gate_up = _gate_up([tensors.stack(part) for part in parts], place)
     tensors.source.tensors.release()
-    down = tensors.stack(mixture.down)
-    packed = DeviceExperts.pack(down, place) if _multiplied(down) else _plain([down], None, place)
+    packed = _stack(tensors.stack(mixture.down), place)
     biases = [tensors.bias(part) for part in parts]
     made = DeviceMixture(
         router=router,
@@ -85,9 +84,13 @@ def _gate_up(stacks: Sequence[ExpertTensor], place: str) -> list[DeviceExperts]:
         return [_plain(stacks, by_turns(size), place, gated=True)]
     if len(stacks) == 1:
         return [_plain(stacks, np.arange(first, first + size), place) for first in (0, size)]
-    return [
-        DeviceExperts.pack(stack, place) if _multiplied(stack) else _plain([stack], None, place) for stack in stacks
-    ]
+    return [_stack(stack, place) for stack in stacks]
+
+
+def _stack(stack: ExpertTensor, place: str) -> DeviceExperts:
+    if isinstance(stack, QuantizedExperts) and _multiplied(stack):
+        return DeviceExperts.pack(stack, place)
+    return _plain([stack], None, place)
 
 
 def _plain(stacks: Sequence[ExpertTensor], rows: Array | None, place: str, gated: bool = False) -> DeviceExperts:

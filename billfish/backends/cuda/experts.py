@@ -247,7 +247,7 @@ def joined(gate: QuantizedExperts, up: QuantizedExperts) -> QuantizedExperts | N
 ID_TYPES = {"int32": "int", "uint32": "unsigned", "int64": "long long"}  # in route.cu and mix.cu
 WEIGHT_TYPES = {"float32": "Float", "float16": "Halves<F16>", "bfloat16": "Halves<BF16>"}  # in mix.cu
 THREADS = 256  # of a CTA of gather.cu and mix.cu
-FEW_MIXED, FEW_THREADS = 16, 32  # tokens for which mix.cu has more, smaller CTAs
+FEW_MIXED, FEW_THREADS = 256, 32  # tokens for which mix.cu has more, smaller CTAs
 MOST_CTAS = 4096  # of gather.cu, which go on with further rows
 ENTRY_BYTES = 16
 

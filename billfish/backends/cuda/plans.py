@@ -660,6 +660,10 @@ def quantize_launch(gemm: Gemm, stride: int) -> KernelLaunch:
 
 FEW = 8  # rows of a tile of gemm_small
 FILLED = 0.6  # of a tile, if all experts have as many rows: some have more, and should not need another tile
+FEW_FILLED = 0.45  # of a tile of gemm_small beside gemm_large, which with 4 rows an expert is the faster one
+# With few columns of x a pass is short, and several small CTAs on a multiprocessor hide its beginning and end:
+# docs/notes/2026-11-18-cuda-mixtures.md has what was tried. One row: of gate and up, of other products; then more rows.
+SHORT_GATED, SHORT_ALONE, SHORT = Small(8, 4, 16, 3), Small(6, 4, 12, 2), Small(4, 4, 8, 3)
 
 
 @dataclass(frozen=True)
@@ -681,7 +685,9 @@ class ExpertRouting:
             return next(width for width in (1, 2, 4, 8) if width >= self.tokens)
         mean = self.visits / self.experts
         large = device.capability == (9, 0) and not self.batch_invariant
-        widths = (FEW, 16, 32, 64, 128) if large else (FEW, 16, 32)
+        if mean <= (FEW_FILLED if large else FILLED) * FEW:
+            return FEW
+        widths = (16, 32, 64, 128) if large else (16, 32)
         return next((width for width in widths if mean <= FILLED * width), widths[-1])
 
     def entries(self, width: int) -> int:
@@ -707,6 +713,9 @@ def plan_experts(gemm: Gemm, routing: ExpertRouting, device: Device) -> Plan:
 def few(gemm: Gemm, routing: ExpertRouting, width: int, device: Device) -> Plan:
     """gemm_small."""
     tile, courses, hopper = replace(gemm, m=width), -(-gemm.n // COURSE), device.capability >= (9, 0)
+    if walks(routing, device) and gemm.k < LONG_K and gemm.kind.words == 1:
+        short = SHORT if width > 1 else SHORT_ALONE if gemm.gate is None else SHORT_GATED
+        return launch_few(gemm, routing, width, device, fitting(tile, device, short, again=True))
     shapes = [fitting(tile, device, shape, walks(routing, device)) for shape in small_shapes(tile, hopper)]
     all_courses = round(routing.expected(width) * courses)
 

@@ -101,7 +101,9 @@ def test_parts_of_one_key_launch_the_same(fake, kind):
 ROUTER = {"ROWS": "8", "WARPS": "16", "EACH": "4", "SIGMOIDAL": "0", "RENORMALIZED": "1", "SHARED": "0", "SORTED": "1"}
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+@pytest.mark.parametrize(
+    "arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.full) for arch in ("sm_80", "sm_100"))]
+)
 def test_kernels_compile_without_spills(arch):
     resources("router.cu", ROUTER | {"TYPE": "F16"}, arch)
     more = {"ROWS": "32", "EACH": "16", "SIGMOIDAL": "1", "SHARED": "2", "SORTED": "0"}
