@@ -136,14 +136,15 @@ class CudaDecoder(Decoder):
         raise DataError(bad_argument(call, "activations", repr(activations), f"{expected}, on {self._gpu.name}"))
 
     def __del__(self) -> None:
-        """Waits for a step that is under way; then memory may go."""
+        """Waits for a step that is under way; then memory may go. Its stream may be gone already, where the decoder is
+        collected as a part of a cycle."""
         if not hasattr(self, "_stream") or not hasattr(self, "_tokens"):
             return
         try:
             with current(self._ordinal):
+                check(driver().cuCtxSynchronize(), "waiting for the device")
                 if self._tokens is not None:
-                    self._tokens.close()
-                synchronize(self._stream)
+                    self._tokens.destroy_graphs()
                 check(driver().cuEventDestroy(self._read), "an event")
         except Exception:  # the interpreter ends, and the driver may be gone
             return
@@ -410,6 +411,9 @@ class TokenSteps:
     def close(self) -> None:
         """Wait for what is under way, and let the graphs go."""
         synchronize(self._stream)
+        self.destroy_graphs()
+
+    def destroy_graphs(self) -> None:
         for graph in self._graphs.values():
             check(driver().cuGraphExecDestroy(graph), "a graph")
         self._graphs.clear()

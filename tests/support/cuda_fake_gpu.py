@@ -62,6 +62,9 @@ class FakeGpu(FakeDriver):
 
     cuEventDestroy = cuStreamDestroy
 
+    def cuCtxSynchronize(self) -> tuple:
+        return (0,)
+
     def cuEventRecord(self, event: int, stream: int) -> tuple:
         return (0,)
 

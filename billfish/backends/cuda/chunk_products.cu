@@ -27,8 +27,9 @@ marlin_chunk_products(const u16* kq, float* v, float2* gates, const int4* chunks
   const int4 chunk = chunks[blockIdx.y];
   if (chunk.y <= 0) return;
   const int first = chunk.x, count = chunk.y;
-  copy_rows(k_at, kq, key_head_of(head, key_heads, heads) * 2 * KEYS, 2 * KEYS * key_heads, first, count);
-  copy_rows(q_at, kq, key_head_of(head, key_heads, heads) * 2 * KEYS + KEYS, 2 * KEYS * key_heads, first, count);
+  const u16* own_kq = kq + ((size_t)first * key_heads + key_head_of(head, key_heads, heads)) * 2 * KEYS;
+  copy_rows<THREADS, KEYS, 2, ROW_BYTES>(k_at, own_kq, 2 * KEYS * key_heads, count);
+  copy_rows<THREADS, KEYS, 2, ROW_BYTES>(q_at, own_kq + KEYS, 2 * KEYS * key_heads, count);
   copy_commit();
   if (warp == 0) {  // tokens 2 lane and 2 lane + 1
     float2 of[2];
@@ -95,20 +96,28 @@ marlin_chunk_products(const u16* kq, float* v, float2* gates, const int4* chunks
     for (int column = warp * 16; column < COLUMNS; column += AT_ONCE) {
       const bool of_v = column < VALUES;
       float* own = solved + warp * 16;  // of this warp alone
+      float right_side[CHUNK / 16][2][4];  // all are on their way before the first is used
+#pragma unroll
+      for (int i = 0; i < CHUNK / 8; i++) {
+        const int token = i * 8 + g;
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+          const int at = column + n * 8 + 2 * c;
+          float2 both = make_float2(0, 0);
+          if (!of_v) both = make_float2(half_at(shared, token, at - VALUES), half_at(shared, token, at - VALUES + 1));
+          else if (token < count) both = *(const float2*)(v + ((size_t)(first + token) * heads + head) * VALUES + at);
+          right_side[i / 2][n][i % 2 * 2] = both.x, right_side[i / 2][n][i % 2 * 2 + 1] = both.y;
+        }
+      }
+#pragma unroll
       for (int block = 0; block < CHUNK; block += 16) {
-        float x[2][4];
+        float(&x)[2][4] = right_side[block / 16];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const int token = block + g + 8 * h;
           const float factor = betas[token] * (of_v ? 1 : expf(sums[token]));
 #pragma unroll
-          for (int n = 0; n < 2; n++) {
-            const int at = column + n * 8 + 2 * c;
-            float2 both = make_float2(0, 0);
-            if (!of_v) both = make_float2(half_at(shared, token, at - VALUES), half_at(shared, token, at - VALUES + 1));
-            else if (token < count) both = *(const float2*)(v + ((size_t)(first + token) * heads + head) * VALUES + at);
-            x[n][2 * h] = factor * both.x, x[n][2 * h + 1] = factor * both.y;
-          }
+          for (int n = 0; n < 2; n++) x[n][2 * h] *= factor, x[n][2 * h + 1] *= factor;
         }
         // x += left [16][8] own [8][16], from row `row` of `own` on.
         const auto add = [&](float (&to)[2][4], const float* left, int stride, float sign, int row) {
@@ -129,6 +138,7 @@ marlin_chunk_products(const u16* kq, float* v, float2* gates, const int4* chunks
               *(float2*)(own + (block + g + 8 * h) * SOLVED_STRIDE + n * 8 + 2 * c) = make_float2(from[n][2 * h], from[n][2 * h + 1]);
           __syncwarp();
         };
+#pragma unroll
         for (int j = 0; j < block; j += 8) add(x, a + block * A_STRIDE + j, A_STRIDE, -1, j);
         put(x);
         float y[2][4] = {};

@@ -50,18 +50,17 @@ marlin_chunk_scan(const u16* kq, const u16* w, const float* u, const float* atte
     if (i < end) {
       const int stage = (i - range.x) % STAGES;
       const u32 to = shared_address(shared) + stage * STAGE_BYTES, scores = to + (DELTA ? 3 : 2) * ROWS_BYTES;
-      copy_rows(to, kq, key_head * 2 * KEYS, 2 * KEYS * key_heads, chunk.x, chunk.y);
-      copy_rows(to + ROWS_BYTES, kq, key_head * 2 * KEYS + KEYS, 2 * KEYS * key_heads, chunk.x, chunk.y);
-      if (DELTA) copy_rows(to + 2 * ROWS_BYTES, w, head * KEYS, KEYS * heads, chunk.x, chunk.y);
-      for (int at = threadIdx.x; at < CHUNK * CHUNK / 4; at += WARPS * 32) {
-        const int row = at / 16, valid = row < chunk.y;
-        copy_async(scores + row * ATTENTION_STRIDE * 4 + at % 16 * 16, attention + ((size_t)(chunk.x + (valid ? row : 0)) * heads + head) * CHUNK + at % 16 * 4, valid ? 16 : 0);
-      }
+      const u16* own_kq = kq + ((size_t)chunk.x * key_heads + key_head) * 2 * KEYS;
+      const size_t row = (size_t)chunk.x * heads + head;
+      copy_rows<WARPS * 32, KEYS, 2, ROW_BYTES>(to, own_kq, 2 * KEYS * key_heads, chunk.y);
+      copy_rows<WARPS * 32, KEYS, 2, ROW_BYTES>(to + ROWS_BYTES, own_kq + KEYS, 2 * KEYS * key_heads, chunk.y);
+      if (DELTA) copy_rows<WARPS * 32, KEYS, 2, ROW_BYTES>(to + 2 * ROWS_BYTES, w + row * KEYS, KEYS * heads, chunk.y);
+      copy_rows<WARPS * 32, CHUNK, 4, ATTENTION_STRIDE * 4>(scores, attention + row * CHUNK, CHUNK * heads, chunk.y);
       if (threadIdx.x < CHUNK) all_gates[stage][threadIdx.x] = gate;
     }
     copy_commit();
   };
-  int4 chunk = chunk_at(range.x), next = chunk_at(range.x + 1);
+  int4 chunk = chunk_at(range.x), next = chunk_at(range.x + 1), later = chunk_at(range.x + 2);
   fetch(range.x, chunk, gate_of(chunk));
   if (STAGES > 1) fetch(range.x + 1, next, gate_of(next));
   States s;
@@ -76,7 +75,7 @@ marlin_chunk_scan(const u16* kq, const u16* w, const float* u, const float* atte
     low = both.x, high = both.y;
   });
   for (int i = range.x; i < end; i++) {
-    const int4 later = chunk_at(i + 2), coming = STAGES > 1 ? later : next;
+    const int4 coming = STAGES > 1 ? later : next, last = chunk_at(i + 3);
     const float2 gate_coming = gate_of(coming);
     const u64 save = saves[i];
     const int first = chunk.x, count = chunk.y, stage = (i - range.x) % STAGES;
@@ -175,7 +174,7 @@ marlin_chunk_scan(const u16* kq, const u16* w, const float* u, const float* atte
     if (save) store_state(save);
     __syncthreads();
     fetch(i + STAGES, coming, gate_coming);
-    chunk = next, next = later;
+    chunk = next, next = later, later = last;
   }
   store_state(states[text]);
 }

@@ -11,12 +11,14 @@ static_assert(KEYS % 16 == 0 && VALUES % 16 == 0, "operands have 16 columns");
 
 DEVICE int key_head_of(int head, int key_heads, int heads) { return TILED ? head % key_heads : head / (heads / key_heads); }
 
-// Rows of KEYS numbers, `stride` apart, from number `offset` on; those from `count` to 64 become zero. By all threads.
-DEVICE void copy_rows(u32 to, const u16* from, int offset, int stride, int first, int count) {
-  constexpr int EIGHTS = KEYS / 8;
-  for (int i = threadIdx.x; i < CHUNK * EIGHTS; i += blockDim.x) {
-    const int row = i / EIGHTS, at = i % EIGHTS, valid = row < count;
-    copy_async(to + row * ROW_BYTES + at * 16, from + (size_t)(first + (valid ? row : 0)) * stride + offset + at * 8, valid ? 16 : 0);
+// Rows of WIDTH numbers of SIZE bytes, `stride` numbers apart, to rows that are TO_BYTES apart; those from `count` to 64 become zero. By all THREADS.
+template <int THREADS, int WIDTH, int SIZE, int TO_BYTES> DEVICE void copy_rows(u32 to, const void* from, int stride, int count) {
+  constexpr int PIECES = WIDTH * SIZE / 16;  // of a row
+#pragma unroll
+  for (int i = 0; i < (CHUNK * PIECES + THREADS - 1) / THREADS; i++) {
+    const int at = i * THREADS + threadIdx.x, row = at / PIECES, piece = at % PIECES;
+    if (CHUNK * PIECES % THREADS && row >= CHUNK) continue;
+    copy_async(to + row * TO_BYTES + piece * 16, (const u8*)from + (size_t)(row < count ? row : 0) * stride * SIZE + piece * 16, row < count ? 16 : 0);
   }
 }
 

@@ -7,27 +7,11 @@
 //
 // Compiled with TYPE, KEYS, VALUES, WARPS, DELTA, TILED (value head i goes with key head i % key_heads; else neighbours share one) and FEW: a decode step, where
 // row i is the next token of sequence i. FEW and DELTA: a CTA has all columns of a head, and y = norm(out) * SiLU(z) instead of `out`.
-#include "device.cuh"
+#include "lanes.cuh"
 
 constexpr int EACH = KEYS / 16;  // rows of a lane: 16 apart
 constexpr bool NORMED = FEW && DELTA;
 static_assert(KEYS % 16 == 0 && VALUES % 8 == 0 && (!NORMED || WARPS * 8 == VALUES), "sixteen groups of rows, eights of columns");
-
-// Of numbers that 16 lanes have, each lane gets the sum of one: the lane's highest bits say which.
-template <int COUNT> DEVICE float sum_of_one(float (&t)[COUNT], int lane) {
-  int d = 16;
-#pragma unroll
-  for (int n = COUNT / 2; n; n /= 2, d /= 2)
-#pragma unroll
-    for (int i = 0; i < n; i++) {
-      const bool upper = lane & d;
-      const float kept = upper ? t[i + n] : t[i], given = upper ? t[i] : t[i + n];
-      t[i] = kept + __shfl_xor_sync(0xffffffff, given, d);
-    }
-#pragma unroll
-  for (; d > 1; d /= 2) t[0] += __shfl_xor_sync(0xffffffff, t[0], d);
-  return t[0];
-}
 
 // What a token brings to a lane.
 struct Token {
@@ -93,7 +77,7 @@ marlin_recurrence(const float* kq, const float* overlaps, const float* v, const 
         sums_of_q[0] += s[r].x * token.q[r], sums_of_q[1] += s[r].y * token.q[r], sums_of_q[2] += s[r].z * token.q[r], sums_of_q[3] += s[r].w * token.q[r];
         if (DELTA) t[0] += s[r].x * token.k[r], t[1] += s[r].y * token.k[r], t[2] += s[r].z * token.k[r], t[3] += s[r].w * token.k[r];
       }
-      const float sum = sum_of_one(t, lane);
+      const float sum = sum_of_one<2>(t, lane);  // over lanes with the same half of the columns
       float written[4];
 #pragma unroll
       for (int c = 0; c < 4; c++) {

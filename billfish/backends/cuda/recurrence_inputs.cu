@@ -5,6 +5,7 @@
 //
 // Compiled with TYPE, TAPS, KEYS, VALUES, THREADS, DELTA, FEW and HALF (k and q in float16, for the tensor cores).
 #include "convolution.cuh"
+#include "lanes.cuh"
 
 constexpr int WARPS = THREADS / 32;
 constexpr float LENGTH_EPSILON = 1e-6f;
@@ -21,6 +22,7 @@ marlin_recurrence_inputs(const u16* in, const u16* betas, const u16* alphas, con
                          const float* __restrict__ step, const u64* states, const int4* chunks, void* kq, float* overlap, float* v, float2* gates, int stride, int beta_stride,
                          int alpha_stride, int channels, int k_at, int q_at, int v_at, int tail_at, int key_heads, int heads) {
   __shared__ float sums[3][EACH][WARPS];
+  __shared__ float2 scales[EACH];
   const bool is_key = blockIdx.x < key_heads;
   const int head = is_key ? blockIdx.x : blockIdx.x - key_heads, size = is_key ? KEYS : VALUES, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const bool any = threadIdx.x < size;
@@ -64,28 +66,30 @@ marlin_recurrence_inputs(const u16* in, const u16* betas, const u16* alphas, con
   }
   float k[EACH], q[EACH];
   convolve(k_at + head * KEYS + i, k), convolve(q_at + head * KEYS + i, q);
+  const auto sum_up = [&](const float (&a)[EACH], const float (&b)[EACH], int which) {
+    float products[EACH];
 #pragma unroll
-  for (int r = 0; r < EACH; r++) {
-    float of_k = any ? k[r] * k[r] : 0, of_q = any ? q[r] * q[r] : 0, of_both = any ? k[r] * q[r] : 0;
-#pragma unroll
-    for (int d = 16; d; d >>= 1) {
-      of_k += __shfl_xor_sync(0xffffffff, of_k, d), of_q += __shfl_xor_sync(0xffffffff, of_q, d);
-      of_both += __shfl_xor_sync(0xffffffff, of_both, d);
-    }
-    if (lane == 0) sums[0][r][warp] = of_k, sums[1][r][warp] = of_q, sums[2][r][warp] = of_both;
+    for (int r = 0; r < EACH; r++) products[r] = any ? a[r] * b[r] : 0;
+    const float sum = sum_of_one<1>(products, lane);
+    if (lane % (32 / EACH) == 0) sums[which][lane / (32 / EACH)][warp] = sum;
+  };
+  sum_up(k, k, 0), sum_up(q, q, 1), sum_up(k, q, 2);
+  __syncthreads();
+  if (threadIdx.x < EACH) {
+    float of[3] = {};
+    for (int which = 0; which < 3; which++)
+      for (int w = 0; w < WARPS; w++) of[which] += sums[which][threadIdx.x][w];
+    const float k_scale = DELTA ? rsqrtf(of[0] + LENGTH_EPSILON) : 1, q_scale = DELTA ? rsqrtf(of[1] + LENGTH_EPSILON) * rsqrtf(KEYS) : 1;
+    scales[threadIdx.x] = make_float2(k_scale, q_scale);
+    if (threadIdx.x < rows.count) overlap[(size_t)(rows.first + threadIdx.x) * key_heads + head] = of[2] * k_scale * q_scale;
   }
   __syncthreads();
 #pragma unroll
   for (int r = 0; r < EACH; r++) {
-    if (r >= rows.count) continue;
-    const size_t row = rows.first + r;
-    float of_k = 0, of_q = 0, of_both = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) of_k += sums[0][r][w], of_q += sums[1][r][w], of_both += sums[2][r][w];
-    const float k_scale = DELTA ? rsqrtf(of_k + LENGTH_EPSILON) : 1, q_scale = DELTA ? rsqrtf(of_q + LENGTH_EPSILON) * rsqrtf(KEYS) : 1;
-    const size_t at = (row * key_heads + head) * 2 * KEYS + i;
-    if (any && HALF) ((u16*)kq)[at] = to_half(k[r] * k_scale), ((u16*)kq)[at + KEYS] = to_half(q[r] * q_scale);
-    if (any && !HALF) ((float*)kq)[at] = k[r] * k_scale, ((float*)kq)[at + KEYS] = q[r] * q_scale;
-    if (threadIdx.x == 0) overlap[row * key_heads + head] = of_both * k_scale * q_scale;
+    if (r >= rows.count || !any) continue;
+    const size_t at = ((size_t)(rows.first + r) * key_heads + head) * 2 * KEYS + i;
+    const float scaled_k = k[r] * scales[r].x, scaled_q = q[r] * scales[r].y;
+    if (HALF) ((u16*)kq)[at] = to_half(scaled_k), ((u16*)kq)[at + KEYS] = to_half(scaled_q);
+    else ((float*)kq)[at] = scaled_k, ((float*)kq)[at + KEYS] = scaled_q;
   }
 }
