@@ -42,7 +42,7 @@ MOST_ROWS = 1 << 16  # of a step
 TICKETS = 1 + MOST_ROWS // LARGE_BLOCK
 MOST_CHOSEN = MOST_GROUPS = 32  # a lane has one of each
 MOST_EXPERTS = 1024
-ROUTER_WARPS = 4, 16  # at least and at most
+ROUTER_WARPS = 4, 8, 16
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class DeviceRouter:
     ) -> None:
         """Logits, ids, weights and the table of x [rows, hidden]. shared: 0, 1 or 2, as router.cu has it."""
         at, rows, k = step.at, routing.tokens, self.weights.shape[1]
-        sorted, (least, most) = rows <= FEW_ROWS, ROUTER_WARPS
+        sorted = rows <= FEW_ROWS
         block = BLOCK if sorted else LARGE_BLOCK
-        warps = min(most, max(least, -(-k // BRICK)))
+        warps = next((warps for warps in ROUTER_WARPS if warps * BRICK >= k), ROUTER_WARPS[-1])
         macros = {
             "TYPE": launcher.type,
             "ROWS": block,

@@ -20,18 +20,25 @@ DEVICE void sort_visits(const Id* ids, int4* table, int* order, int* counts, int
     const u32 same = __match_any_sync(0xffffffff, expert);
     return {visit, expert, __popc(same & (1u << lane) - 1), __popc(same)};
   };
+  const bool once = each == 32;  // a lane has one pair, which it remembers
+  Seen seen;
   for (int i = first; i < last; i += 32) {
-    const Seen seen = look(i);
+    seen = look(i);
     if (seen.expert >= 0 && seen.before == 0) mine[seen.expert] += seen.all;
     __syncwarp();
   }
   __syncthreads();
   for (int e = threadIdx.x; e < columns; e += SORTERS * 32) {
-    int sum = 0;
-    for (int w = 0; w < SORTERS; w++) {
-      const int count = counts[w * columns + e];
-      counts[w * columns + e] = sum;
-      sum += count;
+    constexpr int AT_ONCE = SORTERS < 8 ? SORTERS : 8;
+    static_assert(SORTERS % AT_ONCE == 0, "counts are loaded some at a time");
+    int sum = 0, own[AT_ONCE];
+#pragma unroll 1
+    for (int first_warp = 0; first_warp < SORTERS; first_warp += AT_ONCE) {
+      int* from = counts + first_warp * columns + e;
+#pragma unroll
+      for (int w = 0; w < AT_ONCE; w++) own[w] = from[w * columns];
+#pragma unroll
+      for (int w = 0; w < AT_ONCE; w++) from[w * columns] = sum, sum += own[w];
     }
     rows[e + 1] = sum;
     entries[e + 1] = e < experts ? (sum + width - 1) / width : 0;
@@ -57,7 +64,7 @@ DEVICE void sort_visits(const Id* ids, int4* table, int* order, int* counts, int
   for (int e = warp; e < experts; e += SORTERS)
     for (int i = entries[e] + lane; i < entries[e + 1]; i += 32) table[1 + i] = make_int4(e, rows[e], rows[e + 1] - rows[e], entries[e]);
   for (int i = first; i < last; i += 32) {
-    const Seen seen = look(i);
+    if (!once) seen = look(i);
     if (seen.expert >= 0) order[rows[seen.expert] + mine[seen.expert] + seen.before] = seen.visit;
     __syncwarp();
     if (seen.expert >= 0 && seen.before == 0) mine[seen.expert] += seen.all;
