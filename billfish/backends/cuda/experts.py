@@ -100,8 +100,9 @@ class DeviceExperts:
                 count = tensor.shape[0] // n
                 about = BrickInfo(kind, (n, k), description.shift)
                 stored = stored_codes(tensor, description.shift)
+                macros: dict[str, str] = {}
                 if stored is None:
-                    codes, macros = tensor.format.unpack_codes(tensor.storage) + np.uint8(description.shift), {}
+                    codes = tensor.format.unpack_codes(tensor.storage) + np.uint8(description.shift)
                 else:
                     codes, macros = stored
                 own = [_rows_of(description, n * e, n) for e in range(count)] if n % COURSE else [description]
