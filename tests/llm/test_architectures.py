@@ -20,10 +20,9 @@ from safetensors.numpy import load_file, save_file
 from stack_models import gpt_oss_folder
 
 import billfish as bf
-from billfish.backends import BACKENDS
 from billfish.backends.cpu import _cpu
 from billfish.checkpoints.names.gguf_names import by_gguf_names
-from billfish.llm import devices, load
+from billfish.llm import load
 from billfish.models import ARCHITECTURES
 
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
@@ -360,30 +359,3 @@ def test_blocks_that_draft_are_kept_and_not_run(folder_of, tmp_path):
         assert_same_bits(model.logits(TOKENS), expected)
     bf.convert(tmp_path / "m.gguf", tmp_path / "back", "plain")
     assert load_file(tmp_path / "back" / "model.safetensors").keys() == (arrays | last | more).keys()
-
-
-# ---- on a GPU --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "features"),
-    [
-        ("gpt-oss", "experts, sliding windows, attention sinks, rotations with a magnitude"),
-        ("gemma3", "sliding windows, post-norms, layers that rotate differently, "
-                   "queries with a scale of their own"),
-        ("olmoe", "experts, norms over all heads"),
-        ("lfm2", "short convolutions"),
-        ("qwen35", "gated delta nets"),
-    ],
-)  # fmt: skip
-def test_a_gpu_says_what_it_does_not_run(folder_of, name, features, monkeypatch, caplog):
-    """Whether there is a GPU or not: these models never get as far."""
-    monkeypatch.delenv("BILLFISH_DEVICE", raising=False)
-    monkeypatch.setattr(devices, "_has_driver", lambda: True)
-    monkeypatch.setattr(BACKENDS["cuda"], "usable", lambda: (True, ""))
-    message = f"llm.load: |{features}|GPU"
-    model = load(folder_of(name), device="auto")
-    assert model.decoder.device == "cpu"
-    assert re.search(facts(f"{message}|The CPU runs it."), caplog.text)
-    with pytest.raises(bf.BackendUnavailable, match=facts(message)):
-        devices.make_decoder("cuda:0", model.decoder.tensors)

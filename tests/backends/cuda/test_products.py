@@ -19,13 +19,14 @@ import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cuda import compile as compiler
 from billfish.backends.cuda import packed as saved
+from billfish.backends.cuda.attention import FEW_WARPS, MANY_WARPS, STAGES
 from billfish.backends.cuda.axes import Kind, describe
 from billfish.backends.cuda.compile import compile_kernel
-from billfish.backends.cuda.decoder import FEW_WARPS, MANY_WARPS, PAGE, STAGES
 from billfish.backends.cuda.device_weights import PLAIN, stored_codes
 from billfish.backends.cuda.driver import Device, KernelLaunch, signature
 from billfish.backends.cuda.packed import PackedBricks
 from billfish.backends.cuda.plans import Gemm, LargeShape, Plan, launch_large, plan
+from billfish.backends.cuda.step_memory import PAGE
 from billfish.core.format import FORMATS
 
 # ---- the layout; test_decode.py reads it back ------------------------------------------------------------------
@@ -148,22 +149,29 @@ def test_the_decoders_kernels_compile_without_spills(arch, type):
     for head, pairs in ((64, 32), (128, 64), (256, 128), (96, 24)):
         rotate = {
             "HEAD": head,
-            "PAIRS": pairs,
+            "PAIRS": pairs if head != 96 else 0,
             "ADJACENT": int(head == 64),
-            "NORMED": int(head == 128),
+            "NORMED": {128: 1, 256: 2}.get(head, 0),
+            "VALUES_NORMED": int(head == 256),
+            "OUTPUT_GATE": int(head == 96),
             "ROWS": 1 + head % 3,
         }
         resources("rotate.cu", {"TYPE": type} | {name: str(value) for name, value in rotate.items()}, arch)
         for few, warps in ((1, FEW_WARPS), (0, MANY_WARPS)):
-            attend = {"HEAD": head, "GROUP": 4, "WARPS": warps, "STAGES": STAGES, "FEW": few}
+            more = {"WINDOWED": int(head != 128), "CAPPED": int(head == 256), "OUTPUT_GATE": int(head == 256)}
+            attend = {"HEAD": head, "GROUP": 4, "WARPS": warps, "STAGES": STAGES, "FEW": few} | more
             macros = {"TYPE": type} | {name: str(value) for name, value in attend.items()}
             assert resources("attend.cu", macros, arch) * warps * 32 <= 65536
-    resources("normalize.cu", {"TYPE": type, "HIDDEN": "4096", "THREADS": "512", "ADD": "1"}, arch)
+    for add, post, norm in ((1, 0, 1), (1, 1, 1), (1, 1, 0), (0, 0, 0)):
+        macros = {"TYPE": type, "HIDDEN": 4096, "THREADS": 512, "ADD": add, "POST": post, "NORM": norm}
+        resources("normalize.cu", {name: str(value) for name, value in macros.items()}, arch)
+    resources("head_scales.cu", {"TYPE": type}, arch)
     resources("gate.cu", {"TYPE": type, "GATE": "SILU"}, arch)
-    for name in ("choose.cu", "reorder.cu"):
+    for name in ("choose.cu", "reorder.cu", "cap.cu"):
         resources(name, {}, arch)
     for kind in (SAMPLES[0], PLAIN):
         resources("embed.cu", kind.macros(), arch)
+        resources("layer_inputs.cu", kind.macros() | {"NUMBER": type, "SIZE": "256"}, arch)
 
 
 @pytest.mark.parametrize("m", [1, 8, 64, 512, 2048])
@@ -248,8 +256,9 @@ def test_pages_are_what_the_kernels_take_them_for():
 
 
 def test_a_launch_takes_what_the_kernel_takes():
-    known = {"gemm_small": "mpppppiiii", "gemm_large": "mpppppiiii", "pack": "pppii", "normalize": "pppppf"}
-    known |= {"embed": "pppppppiiif", "rotate": "pppiiippppppfiiiii", "attend": "pppppiiiii", "choose": "pippp"}
+    known = {"gemm_small": "mpppppiiii", "gemm_large": "mpppppiiii", "pack": "pppii", "normalize": "ppppppfff"}
+    known |= {"embed": "ppppppppiiif", "rotate": "pppiiipppppppfffiiiiiii", "attend": "ppppppiiiiiif"}
+    known |= {"choose": "pippp", "head_scales": "pppiiiif", "cap": "pif", "layer_inputs": "ppppppiiifff"}
     known |= {"gate": "pppiii", "reorder": "pppi"}
     known |= {"gemm_bytes": "mpppppiiiiii", "quantize_rows": "ppiii", "split_blocks": "ppii"}
     for name, letters in known.items():
