@@ -10,11 +10,14 @@ import numpy as np
 from billfish.backends.cuda.attention import DeviceAttention, HeadSizes, PagePlace, Rotation
 from billfish.backends.cuda.block import DeviceBlock, LayerInput, Part
 from billfish.backends.cuda.dense import DeviceDense
+from billfish.backends.cuda.driver import device
 from billfish.backends.cuda.embedding import DeviceLayerInputs, RopeTables
 from billfish.backends.cuda.mixture import DeviceDenseAndMixture, DeviceMixture
+from billfish.core.errors import BackendUnavailable, failure
 from billfish.llm.cuda_mixture import pack_mixture
 from billfish.llm.cuda_recurrent import recurrent_mixer
 from billfish.llm.cuda_weights import GpuWeights
+from billfish.llm.model_weights import CALL
 from billfish.models.description import (
     Attention,
     Dense,
@@ -133,7 +136,10 @@ class BlockMaker:
         return self._dense_and_mixture(part)
 
     def _attention(self, a: Attention, i: int) -> DeviceAttention:
-        weights = self._weights
+        weights, gpu = self._weights, device(self._weights.ordinal)
+        if head_sizes(a).least_bytes > gpu.shared_bytes:
+            problem = f"{gpu.name} has too little shared memory for heads of {a.head_size} numbers"
+            raise BackendUnavailable(failure(CALL, problem, "Use device cpu."))
         matrices = [matrix for matrix in (a.q, a.k, a.v) if matrix is not None]
         sinks = weights.tensors.vector(a.sinks)
         return DeviceAttention(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeGuard
 
 import numpy as np
 
@@ -118,7 +119,7 @@ def _biases(biases: list[Array | None], stacks: int, mixture: Mixture, ordinal: 
     return tuple(sent(np.ascontiguousarray(part), ordinal) for part in parts)
 
 
-def _multiplied(stack: ExpertTensor) -> bool:
+def _multiplied(stack: ExpertTensor) -> TypeGuard[QuantizedExperts]:
     """Whether the kernels multiply with a stack as it is. Others become plain weights."""
     return isinstance(stack, QuantizedExperts) and not why_not(stack.format, stack.group_size, stack.shape[2])
 

@@ -12,13 +12,14 @@ from billfish.backends.cuda.axes import why_not
 from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import Buffer
 from billfish.backends.cuda.launcher import DeviceMatrix, sent
+from billfish.core.errors import ModelError, failure
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
-from billfish.llm.model_weights import ModelTensors, Tensor
+from billfish.llm.model_weights import CALL, ModelTensors, Tensor
 from billfish.models.description import Matrix, Vector
 from billfish.ops.matmul import dequantize
 
-EIGHT = 8  # rows of gate, then of up, that alternate
+EIGHT = 8  # rows of gate, then of up, that alternate; and numbers in 16 bytes
 
 
 class GpuWeights:
@@ -79,6 +80,11 @@ class GpuWeights:
 
     def _matrix(self, matrices: Sequence[Matrix], tensors: Sequence[Tensor], rows: Array | None = None) -> DeviceMatrix:
         tensor = stacked(tensors, rows)
+        if tensor.shape[1] % EIGHT:
+            problem = (
+                f"the GPU cannot run {matrices[0].name}.weight: rows of {tensor.shape[1]} numbers, no multiple of 8"
+            )
+            raise ModelError(failure(CALL, problem, "Use device cpu."))
         weights = self._pack(tensor)
         biases = [self.tensors.bias(matrix) for matrix in matrices]
         bias = None

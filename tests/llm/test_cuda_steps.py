@@ -235,6 +235,17 @@ def test_a_context_of_less_than_a_new_caches_pages(gpu, tmp_path):
     ]
 
 
+def test_sizes_that_a_gpu_does_not_have_room_for_are_refused_at_load(gpu, tmp_path, monkeypatch):
+    write_model(tmp_path / "odd.gguf", Small(quantization="F16", feed_forward=100))
+    with pytest.raises(bf.ModelError, match=r"ffn_down\.weight.*100 numbers"):
+        load(tmp_path / "odd.gguf", device="cuda")
+    write_model(tmp_path / "model.gguf", SMALL)
+    monkeypatch.setitem(gpu.ATTRIBUTES, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", 17000)
+    gpu.forget()
+    with pytest.raises(BackendUnavailable, match=r"fake.*shared memory.*heads of 32 numbers"):
+        load(tmp_path / "model.gguf", device="cuda")
+
+
 def test_memory_that_is_full_is_told_with_numbers(gpu, tmp_path, monkeypatch, caplog):
     write_model(tmp_path / "model.gguf", SMALL)
     monkeypatch.setattr(cuda, "free_bytes", lambda ordinal: 1000)

@@ -37,10 +37,7 @@ def _compiled(name: str, macros: dict[str, Any]) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("no C++ compiler")
     sources = [SOURCES / f"{name}.cu", *sorted(SOURCES.glob("*.cuh"))]
-    files = {
-        path.name: translated(path.read_text(), HEADERS).replace(SHARED, "u8* shared = fibers::dynamic;")
-        for path in sources
-    }
+    files = {path.name: _on_fibers(path.read_text()) for path in sources}
     files |= {header: (EMULATED / header).read_text() for header in HEADERS}
     defined = "".join(f"#define {macro} {value}\n" for macro, value in sorted(macros.items()))
     files["kernel.cpp"] = (
@@ -59,6 +56,12 @@ def _compiled(name: str, macros: dict[str, Any]) -> ctypes.CDLL:
             assert result.returncode == 0, result.stderr[:4000]
 
     return ctypes.CDLL(str(kept(f"{name}.so", (files, command), compile_to)))
+
+
+def _on_fibers(source: str) -> str:
+    """Each file is included once, as on a GPU: a kernel is a library of its own."""
+    once = "#pragma once\n" if "#pragma once" in source else ""
+    return once + translated(source, HEADERS).replace(SHARED, "u8* shared = fibers::dynamic;")
 
 
 class Memory:

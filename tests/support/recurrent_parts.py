@@ -69,6 +69,7 @@ class Sizes:
         return AT + int(np.prod(self.state_shape)) + (self.taps - 1) * self.channels
 
 
+TINY = Sizes("delta", key_heads=1, heads=2)
 SMALL = {
     "delta": Sizes("delta", key_heads=2, heads=4, keys=32, values=32),
     "delta-neighbours": Sizes("delta", key_heads=2, heads=4, keys=16, values=48, tiled=False),

@@ -59,6 +59,11 @@ class HeadSizes:
         return 1 if self.wide <= IN_REGISTERS else 2
 
     @property
+    def least_bytes(self) -> int:
+        """Of shared memory: a tile of keys and of values, and queries that are not in registers."""
+        return 2 * PAGE * self.wide * 2 + (0 if self.halves == 1 else FEW_WARPS * 16 * self.wide * 2)
+
+    @property
     def query_block(self) -> int:
         """Positions of a block of queries."""
         return MANY_WARPS // self.halves * 16 // self.group

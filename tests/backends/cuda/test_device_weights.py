@@ -286,6 +286,15 @@ def test_more_rows_than_a_grid_has_go_in_parts(fake):
     assert fake.launches == ["gemm_small.cu"] * 3
 
 
+@pytest.mark.parametrize(("more", "row_bytes"), [({}, 32), ({"gate": "silu"}, 16), ({"float_y": True}, 64)])
+def test_parts_of_y_follow_each_other(fake, more, row_bytes):
+    weights = DeviceWeights.pack(bf.quantize(np.ones((16, 64), np.float32), "u4b8"), "cpu")
+    gemm = Gemm(weights.kind, ROWS_AT_ONCE + 5, 16, 64, batch_invariant=True, **more)
+    with current(0):
+        assert weights.multiply(0, gemm, 0, 64, 0, 0)
+    assert [y for *_, y in fake.products] == [0, ROWS_AT_ONCE * row_bytes]
+
+
 @pytest.mark.parametrize(
     ("rows", "stride", "pointer", "fits"),
     [

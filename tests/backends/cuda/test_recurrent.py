@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cuda_compiled import ADA, H200, resources
-from recurrent_parts import LARGE, SMALL, OnFibers, Part, Sequences, Sizes, chunks_between
+from recurrent_parts import LARGE, SMALL, TINY, OnFibers, Part, Sequences, Sizes, chunks_between
 
 from billfish.backends.cuda.recurrent import Chunk
 
@@ -18,34 +18,40 @@ LIMIT = 2e-3  # outputs are float16
 FEW_BYTES = replace(ADA, shared_bytes=20000)  # too few for the chunkwise form
 
 
-def fed(name: str, monkeypatch: pytest.MonkeyPatch, device=H200) -> Sequences:
-    part = Part(SMALL[name])
-    return Sequences(part, OnFibers(part, monkeypatch, device), 2)
+def fed(sizes: Sizes, monkeypatch: pytest.MonkeyPatch, device=H200, count: int = 2) -> Sequences:
+    part = Part(sizes)
+    return Sequences(part, OnFibers(part, monkeypatch, device), count)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_decode_steps_are_exact(monkeypatch, name):
-    sequences = fed(name, monkeypatch)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(sizes, id=name, marks=() if name in ("tiny", "short") else pytest.mark.full)
+        for name, sizes in ({"tiny": TINY} | SMALL).items()
+    ],
+)
+def test_decode_steps_are_exact(monkeypatch, sizes):
+    sequences = fed(sizes, monkeypatch)
     for _ in range(3):
         sequences.feed([1, 1], decode=True)
     assert max(sequences.errors) < LIMIT
     assert max(sequences.state_errors()) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("name", "device"),
-    [
-        pytest.param("delta", H200, id="delta-chunks"),
-        pytest.param("short", H200, id="short"),
-        pytest.param("delta", FEW_BYTES, marks=pytest.mark.full, id="delta-tokens"),
-        pytest.param("delta-neighbours", H200, marks=pytest.mark.full, id="neighbours-chunks"),
-        pytest.param("mamba", H200, marks=pytest.mark.full, id="mamba-chunks"),
-        pytest.param("mamba", FEW_BYTES, marks=pytest.mark.full, id="mamba-tokens"),
-    ],
-)
+def test_a_chunk_and_a_row_are_exact(monkeypatch):
+    sequences = fed(TINY, monkeypatch, count=1)
+    sequences.feed([65])
+    assert "chunk_scan" in sequences.place.launcher.launches
+    assert sequences.errors[0] < LIMIT
+    assert sequences.state_errors()[0] < LIMIT
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("device", [H200, FEW_BYTES], ids=["chunks", "tokens"])
+@pytest.mark.parametrize("name", SMALL)
 def test_prompts_in_pieces_are_exact(monkeypatch, name, device):
     """Pieces end anywhere; a checkpoint is behind a chunk's middle; then a decode step."""
-    sequences = fed(name, monkeypatch, device)
+    sequences = fed(SMALL[name], monkeypatch, device)
     save = sequences.place.state()
     sequences.feed([3, 1])
     sequences.feed([67, 2], {10: save.pointer})
@@ -59,7 +65,7 @@ def test_prompts_in_pieces_are_exact(monkeypatch, name, device):
 @pytest.mark.full
 @pytest.mark.parametrize("name", SMALL)
 def test_a_checkpoint_goes_on_with_the_same_bits(monkeypatch, name):
-    sequences = fed(name, monkeypatch)
+    sequences = fed(SMALL[name], monkeypatch)
     place, save, x = sequences.place, sequences.place.state(), sequences.inputs(70)
     whole = place.state()
     made = place.run(x, [whole], [chunks_between(0, 70, {9: save.pointer})])
