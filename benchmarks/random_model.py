@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from billfish.checkpoints.gguf_header import ALIGNMENT, header_bytes, typed
 from billfish.checkpoints.tokenizer.tokenizer import byte_characters
 from billfish.core.files import replacing
+from billfish.models import describe, of_config
+from billfish.models.description import Convolution, Vector, tensors_in
 
 BLOCK = 32
 BLOCKS = {
@@ -86,6 +88,22 @@ SHAPES = {
     "1b": Shape(layers=16, hidden=2048, feed_forward=8192, heads=32, kv_heads=8, tied=True),  # Llama-3.2-1B
 }
 
+QWEN35 = {  # the config.json of Qwen3.5-0.8B, as far as it makes a difference
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": True,
+}
+
 
 def pieces(count: int) -> list[str]:
     """A vocabulary of byte-level BPE: one piece for each byte, one merge, and names for the rest."""
@@ -104,21 +122,44 @@ def random_blocks(rng: np.random.Generator, n: int, k: int, blocks: str = "q4_0"
 
 
 def write_random_model(path: Path, shape: Shape, seed: int = 0, blocks: str = "q4_0") -> None:
-    """Write the file, a tensor at a time: 4.5 GB of Llama-3-8B take seconds. No token ends a text."""
-    rng = np.random.default_rng(seed)
+    """Write a Llama, a tensor at a time: 4.5 GB of Llama-3-8B take seconds. No token ends a text."""
     tensors: list[Any] = [(name, blocks.upper(), size) for name, size in shape.matrices().items()]
     tensors += [(name, "F32", (shape.hidden,)) for name in shape.norms()]
+    _write(path, _fields(shape) | _tokenizer("llama-bpe", shape.vocabulary), tensors, seed)
+
+
+def write_random_architecture(path: Path, config: dict[str, Any], tokenizer: str) -> None:
+    """Write a model of any architecture in q4_0, from its config.json. tokenizer: GGUF's name of how text is cut."""
+    architecture, vocabulary = of_config(config, path), config["vocab_size"]
+    fields = {
+        f"{architecture.gguf}.{name}": value
+        for name, value in architecture.fields(architecture.completed(config)).items()
+    }
+    fields |= {"general.architecture": architecture.gguf, "general.name": "random weights"}
+    tensors: dict[str, Any] = {}
+    for each in tensors_in(describe(fields, vocabulary)):
+        if isinstance(each, Vector):
+            tensors[each.name] = "F32", each.stored or (each.size,)
+        elif isinstance(each, Convolution):
+            tensors[f"{each.name}.weight"] = "F32", (each.channels, each.taps)
+        elif not (each.name == "output" and config["tie_word_embeddings"]):
+            tensors[f"{each.name}.weight"] = "Q4_0", each.shape
+    _write(path, fields | _tokenizer(tokenizer, vocabulary), [(name, *about) for name, about in tensors.items()])
+
+
+def _write(path: Path, fields: dict[str, Any], tensors: list[Any], seed: int = 0) -> None:
+    rng = np.random.default_rng(seed)
     with replacing(path) as file:
-        file.write(header_bytes(typed(_fields(shape)), tensors))
-        for _, kind, size in tensors:
-            data = np.ones(size, np.float32) if kind == "F32" else random_blocks(rng, *size, blocks)
+        file.write(header_bytes(typed(fields), tensors))
+        for name, kind, size in tensors:
+            number = -1 if name.endswith("ssm_a") else 1  # a state decays
+            rows = int(np.prod(size[:-1]))
+            data = np.full(size, number, "f4") if kind == "F32" else random_blocks(rng, rows, size[-1], kind.lower())
             file.write(data.tobytes())
             file.write(b"\0" * (-data.nbytes % ALIGNMENT))
 
 
 def _fields(shape: Shape) -> dict[str, Any]:
-    """Sizes and vocabulary."""
-    general = {"architecture": "llama", "name": f"random weights, {shape.layers} layers of {shape.hidden}"}
     sizes = {
         "block_count": shape.layers,
         "context_length": shape.context,
@@ -131,7 +172,15 @@ def _fields(shape: Shape) -> dict[str, Any]:
         "rope.freq_base": shape.rope_base,
         "vocab_size": shape.vocabulary,
     }
-    tokenizer = {"model": "gpt2", "pre": "llama-bpe", "tokens": pieces(shape.vocabulary), "merges": ["a b"]}
-    tokenizer |= {"token_type": [NORMAL] * shape.vocabulary}
-    parts = {"general": general, "llama": sizes, "tokenizer.ggml": tokenizer}
-    return {f"{part}.{name}": value for part, fields in parts.items() for name, value in fields.items()}
+    name = f"random weights, {shape.layers} layers of {shape.hidden}"
+    return {f"llama.{name}": value for name, value in sizes.items()} | {
+        "general.architecture": "llama",
+        "general.name": name,
+    }
+
+
+def _tokenizer(pre: str, vocabulary: int) -> dict[str, Any]:
+    """pre: GGUF's name of how text is cut."""
+    fields: dict[str, Any] = {"model": "gpt2", "pre": pre, "tokens": pieces(vocabulary), "merges": ["a b"]}
+    fields |= {"token_type": [NORMAL] * vocabulary}
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
