@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from billfish.checkpoints.gguf_header import ALIGNMENT, header_bytes, typed
 from billfish.checkpoints.tokenizer.tokenizer import byte_characters
 from billfish.core.files import replacing
+from billfish.models import describe, of_config
+from billfish.models.description import Convolution, Vector, tensors_in
 
 BLOCK = 32
 BLOCKS = {
@@ -194,6 +196,22 @@ MIXTURES = {
     "qwen3-30b-a3b": MixtureShape("qwen3moe", 48, 2048, 32, 4, 128, 128, 8, 768, 151936, 1e6, "q4_0", "q4_0"),
 }
 
+QWEN35 = {  # the config.json of Qwen3.5-0.8B, as far as it makes a difference
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": True,
+}
+
 
 def pieces(count: int) -> list[str]:
     """A vocabulary of byte-level BPE: one piece for each byte, one merge, and names for the rest."""
@@ -213,11 +231,12 @@ def random_blocks(rng: np.random.Generator, n: int, k: int, blocks: str = "q4_0"
 
 
 def random_numbers(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> NDArray[np.float32]:
-    """An unquantized tensor: a router's matrix is random, norms are ones, biases and sinks zeros."""
+    """An unquantized tensor: a router's matrix is random, norms are ones, biases and sinks zeros; states decay."""
     if len(size) == 2 and name.endswith(".weight"):
         return rng.standard_normal(size, np.float32) / np.float32(np.sqrt(size[1]))
-    zeros = name.endswith((".bias", "attn_sinks.weight"))
-    return np.zeros(size, np.float32) if zeros else np.ones(size, np.float32)
+    if name.endswith((".bias", "attn_sinks.weight")):
+        return np.zeros(size, np.float32)
+    return np.full(size, -1 if name.endswith("ssm_a") else 1, np.float32)
 
 
 def write_random_model(path: Path, shape: Shape | MixtureShape, seed: int = 0, blocks: str | None = None) -> None:
@@ -225,10 +244,34 @@ def write_random_model(path: Path, shape: Shape | MixtureShape, seed: int = 0, b
 
     blocks: of the matrices, or of the experts; by default q4_0, or what the shape says.
     """
-    rng = np.random.default_rng(seed)
     tensors = shape.tensors(blocks or "q4_0") if isinstance(shape, Shape) else shape.tensors(blocks)
+    fields = shape.fields() | {"general.name": f"random weights, {shape.layers} layers of {shape.hidden}"}
+    _write(path, fields | _tokenizer("llama-bpe", shape.vocabulary), list(tensors), seed)
+
+
+def write_random_architecture(path: Path, config: dict[str, Any], tokenizer: str) -> None:
+    """Write a model of any architecture in q4_0, from its config.json. tokenizer: GGUF's name of how text is cut."""
+    architecture, vocabulary = of_config(config, path), config["vocab_size"]
+    fields = {
+        f"{architecture.gguf}.{name}": value
+        for name, value in architecture.fields(architecture.completed(config)).items()
+    }
+    fields |= {"general.architecture": architecture.gguf, "general.name": "random weights"}
+    tensors: dict[str, Any] = {}
+    for each in tensors_in(describe(fields, vocabulary)):
+        if isinstance(each, Vector):
+            tensors[each.name] = "F32", each.stored or (each.size,)
+        elif isinstance(each, Convolution):
+            tensors[f"{each.name}.weight"] = "F32", (each.channels, each.taps)
+        elif not (each.name == "output" and config["tie_word_embeddings"]):
+            tensors[f"{each.name}.weight"] = "Q4_0", each.shape
+    _write(path, fields | _tokenizer(tokenizer, vocabulary), [(name, *about) for name, about in tensors.items()])
+
+
+def _write(path: Path, fields: dict[str, Any], tensors: list[Any], seed: int = 0) -> None:
+    rng = np.random.default_rng(seed)
     with replacing(path) as file:
-        file.write(header_bytes(typed(shape.fields() | _names(shape)), list(tensors)))
+        file.write(header_bytes(typed(fields), tensors))
         for name, kind, size in tensors:
             data: NDArray[Any]
             if kind == "F32":
@@ -239,14 +282,8 @@ def write_random_model(path: Path, shape: Shape | MixtureShape, seed: int = 0, b
             file.write(b"\0" * (-data.nbytes % ALIGNMENT))
 
 
-def _names(shape: Shape | MixtureShape) -> dict[str, Any]:
-    """The model's name, and a vocabulary."""
-    tokenizer: dict[str, Any] = {
-        "model": "gpt2",
-        "pre": "llama-bpe",
-        "tokens": pieces(shape.vocabulary),
-        "merges": ["a b"],
-    }
-    tokenizer |= {"token_type": [NORMAL] * shape.vocabulary}
-    named = {f"tokenizer.ggml.{name}": value for name, value in tokenizer.items()}
-    return {"general.name": f"random weights, {shape.layers} layers of {shape.hidden}"} | named
+def _tokenizer(pre: str, vocabulary: int) -> dict[str, Any]:
+    """pre: GGUF's name of how text is cut."""
+    fields: dict[str, Any] = {"model": "gpt2", "pre": pre, "tokens": pieces(vocabulary), "merges": ["a b"]}
+    fields |= {"token_type": [NORMAL] * vocabulary}
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}

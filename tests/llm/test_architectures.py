@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 from cases import first
 from common import assert_same_bits, facts
-from llm_architectures import MODELS, TOKENS, write_model
+from llm_architectures import LLAMA_CPP, MODELS, POSITIONS, TOKENS, write_model
 from llm_folders import edit, in_transformers, write_tokenizer
 from llm_models import Small
 from llm_models import write_model as write_gguf
@@ -26,6 +27,7 @@ from billfish.llm import load
 from billfish.models import ARCHITECTURES
 
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
+VECTORS = load_file(Path(__file__).parents[1] / "support" / "vectors" / "architectures.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,16 @@ def test_a_folder_gives_the_logits_of_transformers(folder_of, name):
 def test_a_gguf_file_gives_the_logits_of_transformers(folder_of, name, tmp_path):
     bf.convert(folder_of(name), tmp_path / "m.gguf", "gguf")
     assert close(load(tmp_path / "m.gguf", device="cpu").logits(TOKENS), in_transformers(folder_of(name), TOKENS))
+
+
+@pytest.mark.parametrize("name", LLAMA_CPP)
+def test_logits_are_those_of_llama_cpp(folder_of, name, tmp_path):
+    """It got a GGUF file of ours; see make_architecture_vectors.py."""
+    folder = tmp_path if LLAMA_CPP[name] else folder_of(name)
+    if LLAMA_CPP[name]:
+        write_model(folder, name, **LLAMA_CPP[name])
+    logits = load(folder, device="cpu").logits(TOKENS)[POSITIONS]
+    assert close(logits, VECTORS[name])
 
 
 @EVERY_MODEL
