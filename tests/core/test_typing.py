@@ -44,7 +44,8 @@ def environment(name: str, packages: tuple[str, ...]) -> Path:
 
 
 def bare_programs(names: list[str], folder: Path) -> list[Path]:
-    """Copies of programs without the comments that silence `make lint`, not in the environment: pyright looks into none."""
+    """Copies of programs without the comments that silence `make lint`. They lie beside the environment: pyright looks
+    into none."""
     copies = [folder.with_name(f"{folder.name}-programs") / name for name in names]
     for copy in copies:
         copy.parent.mkdir(exist_ok=True)
