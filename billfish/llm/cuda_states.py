@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from threading import RLock
 
 from billfish.backends.cuda.driver import Buffer, OutOfMemory, Stream, check, driver, free_bytes
-from billfish.backends.cuda.recurrent import CHUNK, Chunk, chunks_between
+from billfish.backends.cuda.recurrent import Chunk, chunks_between
+from billfish.llm.recurrent_checkpoints import least_useful, most_kept, places
 
-CHECKPOINT_BYTES, LEAST_CHECKPOINTS = 1 << 28, 4  # of a sequence
 CHECKPOINT_SHARE = 8  # checkpoints of all sequences take at most this part of the memory that was free
 CHANGING = -1  # the position of states while a step is under way
 
@@ -88,7 +88,7 @@ class SequenceStates:
             self._restore(self, start)
         end, ends = start + count, {position for position in message_ends if start < position <= start + count}
         self.checkpoints = [each for each in self.checkpoints if each.position <= start]
-        for position in sorted({*range(start - start % CHUNK + CHUNK, end + 1, CHUNK), *ends}):
+        for position in places(start, count, ends):
             self._add(position, position in ends)
         self.position = CHANGING
         return chunks_between(start, end, {each.position: each.address for each in self.checkpoints})
@@ -139,9 +139,9 @@ class SequenceStates:
 
     def _add(self, position: int, message_end: bool) -> None:
         """Make a checkpoint, in the place of another where there are too many."""
-        most, pool = max(LEAST_CHECKPOINTS, CHECKPOINT_BYTES // self._pool.nbytes), self._pool
-        if len(self.checkpoints) >= most or pool.checkpoints >= pool.most_checkpoints:
-            worst = self._worst(position)
+        pool = self._pool
+        if len(self.checkpoints) >= most_kept(pool.nbytes) or pool.checkpoints >= pool.most_checkpoints:
+            worst = least_useful(self.checkpoints, position)
             if worst is None:
                 return
             del self.checkpoints[worst]
@@ -149,21 +149,6 @@ class SequenceStates:
             self.checkpoints.append(Checkpoint(pool, position, message_end))
         except OutOfMemory:  # the sequence goes on without
             return
-
-    def _worst(self, position: int) -> int | None:
-        """The checkpoint that goes before one at `position` is made, if there is any.
-
-        It is one whose gap, if it is gone, is small beside its distance from the end: prompts part near their ends, so
-        checkpoints are the denser, the later they are. Ends of messages, where prompts part most often, count four
-        times.
-        """
-        places = [0, *(each.position for each in self.checkpoints), position]
-
-        def loss(i: int) -> float:
-            gap = (places[i + 2] - places[i]) * (4 if self.checkpoints[i].message_end else 1)
-            return gap / (position - places[i + 1] + CHUNK)
-
-        return min(range(len(self.checkpoints)), key=loss, default=None)
 
     def __del__(self) -> None:
         if hasattr(self, "_buffer"):
