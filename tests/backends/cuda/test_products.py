@@ -159,14 +159,8 @@ def test_the_decoders_kernels_compile_without_spills(arch, type):
         resources("rotate.cu", {"TYPE": type} | {name: str(value) for name, value in rotate.items()}, arch)
         for few, warps in ((1, FEW_WARPS), (0, MANY_WARPS)):
             more = {"WINDOWED": int(head != 128), "CAPPED": int(head == 256), "OUTPUT_GATE": int(head == 256)}
-            attend = {
-                "HEAD": head,
-                "GROUP": 4,
-                "WARPS": warps,
-                "STAGES": STAGES,
-                "FEW": few,
-                "MOST_PARTS": 8 + few * 8,
-            } | more
+            more |= {"FEW": few, "MOST_PARTS": 8 + few * 8}
+            attend = {"HEAD": head, "GROUP": 4, "WARPS": warps, "STAGES": STAGES} | more
             macros = {"TYPE": type} | {name: str(value) for name, value in attend.items()}
             assert resources("attend.cu", macros, arch) * warps * 32 <= 65536
     for add, post, norm in ((1, 0, 1), (1, 1, 1), (1, 1, 0), (0, 0, 0)):
