@@ -241,7 +241,12 @@ def write_random_model(path: Path, shape: Shape | MixtureShape, seed: int = 0, b
 
 def _names(shape: Shape | MixtureShape) -> dict[str, Any]:
     """The model's name, and a vocabulary."""
-    tokenizer = {"model": "gpt2", "pre": "llama-bpe", "tokens": pieces(shape.vocabulary), "merges": ["a b"]}
+    tokenizer: dict[str, Any] = {
+        "model": "gpt2",
+        "pre": "llama-bpe",
+        "tokens": pieces(shape.vocabulary),
+        "merges": ["a b"],
+    }
     tokenizer |= {"token_type": [NORMAL] * shape.vocabulary}
     named = {f"tokenizer.ggml.{name}": value for name, value in tokenizer.items()}
     return {"general.name": f"random weights, {shape.layers} layers of {shape.hidden}"} | named

@@ -99,12 +99,7 @@ class DeviceExperts:
             for tensor, description in zip(_tensors(stacks, rows), found, strict=True):
                 count = tensor.shape[0] // n
                 about = BrickInfo(kind, (n, k), description.shift)
-                stored = stored_codes(tensor, description.shift)
-                macros: dict[str, str] = {}
-                if stored is None:
-                    codes = tensor.format.unpack_codes(tensor.storage) + np.uint8(description.shift)
-                else:
-                    codes, macros = stored
+                codes, macros = _codes(tensor, description.shift)
                 own = [_rows_of(description, n * e, n) for e in range(count)] if n % COURSE else [description]
                 groups = np.concatenate([group_parts(one) for one in own])
                 sent = send(codes, room), send(groups, room)
@@ -184,6 +179,12 @@ def _described(stacks: Sequence[QuantizedExperts], rows: NDArray[np.int64] | Non
     if len({one.kind for one in found}) > 1:
         found = described(byte_scales=False)
     return found if len({one.kind for one in found}) == 1 else [one.with_float32() for one in found]
+
+
+def _codes(tensor: QuantizedTensor, shift: int) -> tuple[Codes, dict[str, str]]:
+    """The codes of a tensor, and how pack.cu reads them."""
+    stored = stored_codes(tensor, shift)
+    return (tensor.format.unpack_codes(tensor.storage) + np.uint8(shift), {}) if stored is None else stored
 
 
 def _no_codes() -> Codes:
