@@ -33,19 +33,26 @@ def write_random(folder: Path, model_type: str, dtype: torch.dtype = torch.float
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **(SIZES | {"initializer_range": 0.2} | more))
     model = AutoModelForCausalLM.from_config(config)
-    for name, numbers in model.named_parameters():
-        if numbers.ndim == 1 or name.endswith("bias"):  # norms and biases begin as ones or zeros
-            numbers.data += 0.3 * torch.randn(numbers.shape)
-    state = model.state_dict()
-    for name in sorted(set(state) - {name for name, _ in model.named_parameters(remove_duplicate=False)}):
-        state[name].data += 0.3 * torch.randn(state[name].shape)  # buffers, as those of routers
+    randomize(model)
     model.to(dtype).save_pretrained(folder)
     write_tokenizer(folder)
 
 
-def in_transformers(folder: Path, tokens: list[int], **arguments: Any) -> np.ndarray:
+def randomize(model: Any) -> None:
+    """Give norms, biases and buffers numbers that matter: they begin as ones or zeros."""
+    for name, numbers in model.named_parameters():
+        if numbers.ndim == 1 or name.endswith("bias"):
+            numbers.data += 0.3 * torch.randn(numbers.shape)
+    state = model.state_dict()
+    for name in sorted(set(state) - {name for name, _ in model.named_parameters(remove_duplicate=False)}):
+        state[name].data += 0.3 * torch.randn(state[name].shape)  # as those of routers
+
+
+def in_transformers(
+    folder: Path, tokens: list[int], loader: Any = AutoModelForCausalLM, **arguments: Any
+) -> np.ndarray:
     """The logits of transformers [tokens, vocabulary], in float32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **arguments)
+    model = loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **arguments)
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0].numpy()
 
