@@ -187,6 +187,21 @@ def gguf_name(name: str, architecture: str = "") -> str | None:
     return known and f"blk.{layer[1]}.{known}.{kind}"
 
 
+def module_name(name: str, architecture: str) -> str:
+    """The name in a folder of a matrix under any of its names, in one spelling. Several matrices of GGUF may have the
+    same: a folder has them as one."""
+    known = model_name(name, architecture) if is_gguf_name(name) else None
+    return _one_spelling(_text_name(known or name))
+
+
+def is_part(name: str, architecture: str) -> bool:
+    """Whether a folder has several matrices of GGUF as one, and `name` is one of them or that one."""
+    layer = re.fullmatch(r"model\.layers\.\d+\.(.+)\.weight", module_name(name, architecture))
+    if not architecture or layer is None:
+        return False
+    return [_one_spelling(module) for module in _modules(architecture).values()].count(layer[1]) > 1
+
+
 @functools.cache
 def _parameters(architecture: str) -> dict[str, str]:
     """Tensors of a layer that are no weight or bias of a module, by llama.cpp's names."""

@@ -73,9 +73,8 @@ def read_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
         encoder.add_tokens(_added(metadata, pieces, kinds, extras))
         if with_bos:
             _start_with(encoder, pieces[roles["bos"]], roles["bos"])
-    ends = extras.ends
-    if ends is None:
-        ends = end_tokens(pieces, kinds, _named_ends(metadata, len(pieces)), metadata.get("tokenizer.chat_template"))
+    named, template = _named_ends(metadata, len(pieces)), metadata.get("tokenizer.chat_template")
+    ends = end_tokens(pieces, kinds, named, template) if extras.ends is None else frozenset(extras.ends)
     byte_level = model == "gpt2"
     return Tokenizer(encoder, pieces, kinds, roles, byte_level=byte_level, starts_with_bos=with_bos, ends=ends)
 

@@ -84,16 +84,13 @@ def fields_without_tokenizer(folder: Path, vocabulary: int) -> dict[str, Any]:
 
 def _extras(tokenizer: Tokenizer, read_back: Tokenizer) -> Extras:
     """What a tokenizer has otherwise than the one that is read from its fields."""
-    ignore, nfc, flags, ends = (
-        (mine, mine != theirs)
-        for mine, theirs in (
-            (_ignores_merges(tokenizer), _ignores_merges(read_back)),
-            (_is_nfc(tokenizer), _is_nfc(read_back)),
-            (_flags(tokenizer), _flags(read_back)),
-            (sorted(tokenizer.ends), sorted(read_back.ends)),
-        )
+    ignores, nfc, flags = _ignores_merges(tokenizer), _is_nfc(tokenizer), _flags(tokenizer)
+    return Extras(
+        ignore_merges=None if ignores == _ignores_merges(read_back) else ignores,
+        nfc=None if nfc == _is_nfc(read_back) else nfc,
+        flags=None if flags == _flags(read_back) else flags,
+        ends=None if tokenizer.ends == read_back.ends else sorted(tokenizer.ends),
     )
-    return Extras(*(mine if differs else None for mine, differs in (ignore, nfc, flags, ends)))
 
 
 def _ignores_merges(tokenizer: Tokenizer) -> bool:
