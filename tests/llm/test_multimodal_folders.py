@@ -109,6 +109,16 @@ def test_statistics_are_for_the_language_model(folder_of, tmp_path):
     assert_same_bits(folder, file)
 
 
+@pytest.mark.parametrize("name", ["gemma4", "mistral3"])
+def test_modules_are_calibrated_with_text(folder_of, tmp_path, name):
+    model = AutoModelForImageTextToText.from_pretrained(folder_of(name), dtype=torch.float32)
+    known = bf.calibrate(model, [{"input_ids": torch.tensor([TOKENS])}], progress=False)
+    assert not any("tower" in each for each in known)
+    for out in ("out", "m.gguf"):
+        report = bf.quantize_checkpoint(folder_of(name), tmp_path / out, "q4_0", statistics=known)
+        assert any(tensor.done == "quantized" for tensor in report.tensors)
+
+
 @pytest.mark.parametrize("said", [None, False, True])
 def test_a_head_is_where_the_folder_has_it(folder_of, tmp_path, said):
     """A file that does not say whether it is the embedding shows it."""
