@@ -140,7 +140,7 @@ def test_answers_alone_and_in_turns_are_the_same(model, name):
             next(answer, "")
     for prompt, *answers in zip(prompts, alone, turns, strict=True):
         for answer in answers:
-            assert len(answer.tokens) == 12
+            assert answer.finish_reason is not None
             rows = model.logits([*prompt, *answer.tokens])[len(prompt) - 1 : -1]
             for row, token in zip(rows, answer.tokens, strict=True):
                 assert row[token] >= row.max() - 0.05 * row.std()
