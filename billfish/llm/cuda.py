@@ -395,7 +395,8 @@ def states_of(
 
 
 class TokenSteps:
-    """Steps of one token for each text: their memory, which keeps what it was fed; a graph for each number of texts."""
+    """Steps of one token for each text: their memory, which keeps what it was fed; a graph for each number of texts,
+    and another where one is long."""
 
     def __init__(self, layers: DeviceDecoder, rows: int, pages_of_text: int, stream: int) -> None:
         self.rows, self.step = rows, layers.step(rows, rows, pages_of_text, rows)

@@ -22,9 +22,12 @@ from stack_models import gpt_oss_folder
 
 import billfish as bf
 from billfish.backends.cpu import _cpu
+from billfish.checkpoints.names.expert_stacks import by_stacks
 from billfish.checkpoints.names.gguf_names import by_gguf_names
+from billfish.checkpoints.write.target import is_sensitive
 from billfish.llm import load
 from billfish.models import ARCHITECTURES
+from billfish.statistics import InputStatistics, Statistics
 
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 VECTORS = load_file(Path(__file__).parents[1] / "support" / "vectors" / "architectures.safetensors")
@@ -159,18 +162,51 @@ def test_any_number_of_threads_gives_the_same_bits(folder_of, name, activations)
         assert_same_bits(other, results[0])
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "qwen3moe"])
-def test_texts_of_a_batch_get_the_bits_they_get_alone(folder_of, name):
+@EVERY_MODEL
+def test_batches_odd_pieces_and_rollbacks_give_the_same_bits(folder_of, name):
+    """A sequence gets the same bits alone and beside others, prefilled in any pieces, and after a rollback."""
     model = load(folder_of(name), device="cpu")
-    texts = [TOKENS[:n] for n in (3, 17, 1, 33)]
-    caches = [model.cache() for _ in texts]
-    for cache, text in zip(caches, texts, strict=True):
-        model.decoder.run([(cache, text)], "exact")
-    together = model.decoder.run([(cache, [7]) for cache in caches], "exact")
-    for text, row in zip(texts, together, strict=True):
+    run, texts = model.decoder.run, [TOKENS[:n] for n in (3, 17, 1, 33)]
+    alone = []
+    for text in texts:
         cache = model.cache()
-        model.decoder.run([(cache, text)], "exact")
-        assert_same_bits(model.decoder.run([(cache, [7])], "exact")[0], row)
+        alone.append(np.concatenate([run([(cache, text)], "exact"), run([(cache, [7])], "exact")]))
+    # Prefill: a batch of pieces of several sequences, of 1 to 13 tokens each.
+    caches, rows = [model.cache() for _ in texts], [[] for _ in texts]
+    for start, end in ((0, 1), (1, 6), (6, 13), (13, 26), (26, 33)):
+        going = [i for i, text in enumerate(texts) if text[start:end]]
+        parts = [texts[i][start:end] for i in going]
+        together = run([(caches[i], part) for i, part in zip(going, parts, strict=True)], "exact")
+        for i, part in zip(going, np.split(together, np.cumsum([len(part) for part in parts])[:-1]), strict=True):
+            rows[i].append(part)
+    # Decode: one token of each sequence.
+    for i, row in enumerate(run([(cache, [7]) for cache in caches], "exact")):
+        assert_same_bits(np.concatenate([*rows[i], row[None]]), alone[i])
+    # Rollback: a sequence goes on from where its cache can go back to.
+    cache, text = caches[3], [*texts[3], 7]
+    kept = cache.rollback(20)
+    assert 0 <= kept <= 20
+    assert cache.tokens == text[:kept]
+    assert_same_bits(run([(cache, text[kept:])], "exact"), alone[3][kept:])
+
+
+@EVERY_MODEL
+def test_statistics_are_found_under_every_name(folder_of, name):
+    """Of a folder's matrices for GGUF's, which may be parts of them, and the other way round."""
+    folder = bf.open_checkpoint(folder_of(name))
+    sides = [{each: view.describe(each).shape for each in view} for view in (by_stacks(folder), by_gguf_names(folder))]
+    one = np.ones((), np.int64)
+    matrices = [{each: shape for each, shape in side.items() if is_matrix(each, shape)} for side in sides]
+    for known, wanted in (matrices, matrices[::-1]):
+        inputs = {each: InputStatistics(np.ones(shape[-1]), one) for each, shape in known.items()}
+        statistics = Statistics(inputs, architecture=MODELS[name][0], shapes=known)
+        for each, shape in wanted.items():
+            statistics.check_matrix("quantize", each, shape, "mse")
+            assert each in statistics
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and name.endswith(".weight") and not is_sensitive(name) and "conv" not in name
 
 
 # ---- settings that must matter ---------------------------------------------------------------------------------------

@@ -72,6 +72,15 @@ def test_an_answer_counts_up_through_pages_and_graphs(gpu, model):
     assert len(single) == 100  # 99 tokens after the first, and one step ahead that nobody asked for
 
 
+def test_texts_of_many_positions_have_a_graph_of_their_own(gpu, model, monkeypatch):
+    """There, more CTAs share the keys of a text."""
+    monkeypatch.setattr(cuda, "LONG", 100)
+    cache = model.cache()
+    assert tokens_of(model.generate(counting(10, 70), max_tokens=60, cache=cache)) == counting(80, 60)
+    check_fed(gpu, cache.tokens, cache.lists[0].pages)
+    assert len(gpu.graphs) == 2
+
+
 def test_answers_in_turns_take_no_step_of_each_other(model):
     answers = [model.stream([first], max_tokens=30) for first in (5, 100, 200)]
     for _ in range(29):

@@ -175,6 +175,7 @@ MODELS |= {
             "moe_intermediate_size": 48,
         },
     ),
+    "gemma4-unified": ("gemma4", "gemma4_unified_text", GEMMA4),  # as 12B
 }
 DELTA_NET = {  # value heads come in another order in GGUF
     "linear_num_key_heads": 2,

@@ -34,15 +34,20 @@ def write_random(folder: Path, model_type: str, dtype: torch.dtype = torch.float
     transformers begins."""
     config = AutoConfig.for_model(model_type, **(SIZES | {"initializer_range": 0.2} | more))
     model = AutoModelForCausalLM.from_config(config)
+    randomize(model, config.initializer_range)
+    model.to(dtype).save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def randomize(model: Any, scale: float = 0.2) -> None:
+    """Give all parameters and buffers numbers that matter, by their names."""
     parameters, state = dict(model.named_parameters()), model.state_dict()
     buffers = sorted(set(state) - {name for name, _ in model.named_parameters(remove_duplicate=False)})
     for name, numbers in parameters.items():
         is_vector = numbers.ndim == 1 or name.endswith("bias")  # norms and biases begin as ones or zeros
-        numbers.data = _vector(name, numbers) if is_vector else config.initializer_range * _noise(name, numbers.shape)
+        numbers.data = _vector(name, numbers) if is_vector else scale * _noise(name, numbers.shape)
     for name in buffers:  # as those of routers
         state[name].copy_(_vector(name, state[name]))
-    model.to(dtype).save_pretrained(folder)
-    write_tokenizer(folder)
 
 
 def _noise(name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -58,9 +63,11 @@ def _vector(name: str, numbers: torch.Tensor) -> torch.Tensor:
     return usual + 0.3 * _noise(name, numbers.shape)
 
 
-def in_transformers(folder: Path, tokens: list[int], **arguments: Any) -> np.ndarray:
+def in_transformers(
+    folder: Path, tokens: list[int], loader: Any = AutoModelForCausalLM, **arguments: Any
+) -> np.ndarray:
     """The logits of transformers [tokens, vocabulary], in float32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **arguments)
+    model = loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **arguments)
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0].numpy()
 

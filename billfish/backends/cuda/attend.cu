@@ -6,7 +6,7 @@
 // a cluster split the tiles. Partial results are added in a fixed order.
 // Otherwise: prefill, WARPS * 16 rows of one sequence. Every warp attends to all keys up to its own positions.
 //
-// Compiled with TYPE, HEAD, GROUP, WARPS, STAGES (tiles of keys and values in shared memory), FEW, WINDOWED (a position attends to the last
+// Compiled with TYPE, HEAD, GROUP, WARPS, STAGES (tiles of keys and values in shared memory), FEW, MOST_PARTS (CTAs of a cluster, at most), WINDOWED (a position attends to the last
 // `window` ones), CAPPED (scores s become cap tanh(s / cap)) and OUTPUT_GATE (a head of q has a gate behind it, whose sigmoid its output is
 // multiplied with). Scores are in powers of two: q, cap and sinks have log2(e) in them.
 #include "hopper.cuh"
@@ -319,7 +319,7 @@ marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, cons
   for (int i = (part * WARPS * 32 + threadIdx.x) * 2; i < rows * COLUMNS; i += parts * WARPS * 64) {
     const int row = i / COLUMNS;
     const u32 about = shared_address(of_row + row), values = shared_address(outs + i);
-    const Sum sum = add_up<16>([&](int from) { return load_cluster(cluster_address(about, from)); },
+    const Sum sum = add_up<MOST_PARTS>([&](int from) { return load_cluster(cluster_address(about, from)); },
                         [&](int from) { return load_cluster(cluster_address(values, from)); }, used);
     put(first_row, kv_head * GROUP + chunk * 16 + row, half * COLUMNS + i % COLUMNS, sum.largest, sum.sum, sum.low, sum.high);
   }

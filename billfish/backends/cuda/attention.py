@@ -206,6 +206,7 @@ class DeviceAttention:
             "WARPS": warps,
             "STAGES": stages,
             "FEW": int(few),
+            "MOST_PARTS": MOST_LONG_PARTS if parts > MOST_PARTS else MOST_PARTS,
             "WINDOWED": int(self.window > 0),
             "CAPPED": int(self.cap > 0),
             "OUTPUT_GATE": int(self.gated),

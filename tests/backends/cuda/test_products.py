@@ -162,7 +162,8 @@ def test_attention_compiles_without_spills(arch, type, head, pairs):
     resources("rotate.cu", {"TYPE": type} | {name: str(value) for name, value in rotate.items()}, arch)
     for few, warps in ((1, FEW_WARPS), (0, MANY_WARPS)):
         more = {"WINDOWED": int(head != 128), "CAPPED": int(head == 256), "OUTPUT_GATE": int(head == 256)}
-        attend = {"HEAD": head, "GROUP": 4, "WARPS": warps, "STAGES": STAGES, "FEW": few} | more
+        more |= {"FEW": few, "MOST_PARTS": 8 + few * 8}
+        attend = {"HEAD": head, "GROUP": 4, "WARPS": warps, "STAGES": STAGES} | more
         macros = {"TYPE": type} | {name: str(value) for name, value in attend.items()}
         assert resources("attend.cu", macros, arch) * warps * 32 <= 65536
 
