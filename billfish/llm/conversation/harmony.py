@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from billfish.llm.conversation.events import CallArguments, CallBegin, CallEnd, Event, Text, Thought
 from billfish.llm.conversation.reader import Functions, may_begin
+from billfish.llm.conversation.syntax import HARMONY
 
-START, MESSAGE, CHANNEL, CONSTRAIN = "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
-MARKS = (START, MESSAGE, CHANNEL, CONSTRAIN, "<|end|>")
+START, MESSAGE, CHANNEL, CONSTRAIN, END = HARMONY
+ENDS = (END, "<|call|>", "<|return|>", START)
 
 
 class HarmonyReader:

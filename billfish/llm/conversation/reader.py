@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from billfish.llm.conversation.events import CallArguments, CallBegin, CallEnd, Event, Text, Thought
 from billfish.llm.conversation.json_call import JsonCall
 from billfish.llm.conversation.literals import CLOSING, Literals, NotALiteral, typed
-from billfish.llm.conversation.syntax import CallSyntax, ChatSyntax
+from billfish.llm.conversation.syntax import PYTHON_TAG, ChatSyntax
 
 Functions = Mapping[str, Mapping[str, Any]]  # JSON schemas of parameters, by the function's name
 LONGEST_NAME = 256  # characters; what is longer is no name of a function
@@ -182,9 +182,9 @@ class AnswerReader:
 
     def _unmarked(self) -> Iterator[Event]:
         """Calls have no mark: an answer that begins with JSON may be one, and all others are text from the start."""
-        start = self._held.lstrip().removeprefix("<|python_tag|>").lstrip()
+        start = self._held.lstrip().removeprefix(PYTHON_TAG).lstrip()
         if self._started or start[:1] not in ("", "{", "["):
-            if start and "<|python_tag|>".startswith(self._held.strip()):
+            if start and PYTHON_TAG.startswith(self._held.strip()):
                 return
             self._skips, self._started = False, True
             yield Text(self._held)

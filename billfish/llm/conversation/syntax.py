@@ -63,6 +63,8 @@ class CallSyntax:
         return self.section.start.strip() or self.call.start.strip()
 
 
+HARMONY = ("<|start|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|end|>")
+PYTHON_TAG = "<|python_tag|>"  # which Llama 3 may write before a call
 HERMES = CallSyntax("json", call=Marks("<tool_call>\n", "\n</tool_call>"), separator="\n", name_key="name")
 
 
@@ -84,3 +86,12 @@ class ChatSyntax:
     text_arguments: bool = False
     takes_system: bool = True
     harmony: bool = False
+
+    def mark_texts(self) -> list[str]:
+        """All marks: names of control tokens may be in them."""
+        if self.harmony:
+            return list(HARMONY)
+        calls, thought = self.calls, Marks() if self.thought is None else self.thought.marks
+        pairs = (thought, calls.section, calls.call, calls.key)
+        texts = [text for marks in pairs for text in (marks.start, marks.end)]
+        return [*texts, calls.name_end, calls.value_end, calls.quote, *(() if calls.trigger else (PYTHON_TAG,))]
