@@ -163,7 +163,8 @@ def _check_choice(asked: Conversation) -> None:
 
 def _definition(function: Function) -> dict[str, Any]:
     """As OpenAI describes a function, which templates expect."""
-    described = {"name": function.name, "description": function.description or "", "parameters": function.schema}
+    parameters = function.parameters or {"type": "object", "properties": {}}
+    described = {"name": function.name, "description": function.description or "", "parameters": parameters}
     return {"type": "function", "function": described}
 
 

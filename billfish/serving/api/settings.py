@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from billfish.llm.detokenizer import LONGEST_STOP, MOST_STOPS
 from billfish.llm.sampler import Sampling
+from billfish.llm.sampling_defaults import USUAL
 from billfish.serving.api.request_bodies import Body, Limits, refuse, too_long, wrong
 from billfish.serving.engine.requests import Request
 
@@ -71,7 +72,10 @@ class Settings:
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
         }
-        chosen = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+        if defaults == USUAL and (self.temperature is not None or self.top_p is not None):
+            defaults = {}  # they belong together, and are nobody's recommendation for this model
+        known = {"temperature": 1.0, **defaults}
+        chosen = {**known, **{name: value for name, value in given.items() if value is not None}}
         if chosen.get("top_k", 0) >= limits.vocabulary:
             chosen["top_k"] = 0
         return Sampling(
