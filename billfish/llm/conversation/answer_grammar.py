@@ -50,16 +50,19 @@ class Wanted:
         return self.schema is None and (self.mode == "none" or (self.mode == "auto" and not strict))
 
 
-def answer_grammar(syntax: ChatSyntax, wanted: Wanted, tokens: Mapping[str, int], *, thinking: bool) -> Grammar | None:
+def answer_grammar(
+    syntax: ChatSyntax, wanted: Wanted, tokens: Mapping[str, int], *, thinking: bool, has_thought: bool = False
+) -> Grammar | None:
     """The grammar of an answer; None if it is free. Raises DataError for a schema that exceeds the limits.
 
-    tokens: control tokens by their names. thinking: whether the prompt has opened a thought.
+    tokens: control tokens by their names. thinking: whether the prompt has opened a thought. has_thought: whether it has
+    a whole one, so that none comes.
     """
     if wanted.is_free:
         return None
     for schema in [*(function.schema for function in wanted.functions), *([wanted.schema] if wanted.schema else ())]:
         check_schema(schema)
-    return Grammar(_Writer(syntax, wanted, tokens).whole(thinking))
+    return Grammar(_Writer(syntax, wanted, tokens).whole(thinking, has_thought))
 
 
 class _Writer:
@@ -70,8 +73,9 @@ class _Writer:
         self._tokens = {name: token for name, token in tokens.items() if name}
         self._rules = [LARK, "TEXT: /(.|\\n)*/"]
 
-    def whole(self, thinking: bool) -> str:
-        body = self._harmony() if self._syntax.harmony else self._thought(thinking) + self._body()
+    def whole(self, thinking: bool, has_thought: bool) -> str:
+        thought = "" if has_thought else self._thought(thinking)
+        body = self._harmony() if self._syntax.harmony else thought + self._body()
         self._rules.insert(1, f"start: {body}")
         return "\n".join(self._rules)
 

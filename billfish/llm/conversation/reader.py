@@ -423,6 +423,12 @@ def opens_thought(syntax: ChatSyntax, prompt: str) -> bool:
     return bool(start) and prompt.rstrip().endswith(start)
 
 
+def has_thought(syntax: ChatSyntax, prompt: str) -> bool:
+    """Whether a prompt ends behind a thought, which is empty where thinking is off."""
+    end = "" if syntax.thought is None else syntax.thought.marks.end.strip()
+    return bool(end) and prompt.rstrip().endswith(end)
+
+
 def reader_of(syntax: ChatSyntax, prompt: str, functions: Functions | None = None, *, parallel: bool = True) -> Reader:
     """Makes the reader of one answer to a prompt."""
     if syntax.harmony:

@@ -11,7 +11,7 @@ from billfish.core.errors import DataError
 from billfish.llm.chat_template import RESERVED
 from billfish.llm.conversation.answer_grammar import Function, Mode, Wanted, answer_grammar
 from billfish.llm.conversation.events import Call
-from billfish.llm.conversation.reader import opens_thought, reader_of
+from billfish.llm.conversation.reader import has_thought, opens_thought, reader_of
 from billfish.llm.conversation.syntax import ChatSyntax
 from billfish.llm.conversation.write_calls import written_calls
 from billfish.llm.grammar import Grammar, json_schema
@@ -89,9 +89,9 @@ def prepare(service: Service, asked: Conversation, format: Format) -> Asked:
     syntax = service.syntax
     text = render(service, asked)
     prompt = service.encode(asked.place, text)
-    thinking, functions = opens_thought(syntax, text), asked.callable
+    functions = asked.callable
     mode: Mode = ("required" if asked.choice.name else asked.choice.mode) if functions else "none"
-    grammar = None if asked.goes_on else _grammar(service, asked, syntax, functions, mode, thinking)
+    grammar = None if asked.goes_on else _grammar(service, asked, functions, mode, text)
     shown = service.marks if functions or syntax.thought is not None or syntax.harmony else frozenset[int]()
     requests = asked.settings.requests(asked.place, prompt, service.limits, service.defaults, shown)
     schemas = {function.name: function.schema for function in functions}
@@ -130,21 +130,18 @@ def render(service: Service, asked: Conversation) -> str:
 
 
 def _grammar(
-    service: Service,
-    asked: Conversation,
-    syntax: ChatSyntax,
-    functions: list[Function],
-    mode: Mode,
-    thinking: bool,
+    service: Service, asked: Conversation, functions: list[Function], mode: Mode, prompt: str
 ) -> tuple[Grammar, str] | None:
     """What the answer must be, and the field that says so."""
+    syntax = service.syntax
     schema, place = asked.schema if asked.schema is not None else (None, asked.tools_place)
     if schema is not None and not functions and syntax.thought is None and not syntax.harmony:
         with schema_errors(place):
             return json_schema(schema), place
     try:
         wanted = Wanted(functions, mode, asked.parallel and asked.choice.name is None, schema)
-        made = answer_grammar(syntax, wanted, service.control_tokens, thinking=thinking)
+        thought = {"thinking": opens_thought(syntax, prompt), "has_thought": has_thought(syntax, prompt)}
+        made = answer_grammar(syntax, wanted, service.control_tokens, **thought)
     except DataError as error:
         raise refuse(place, f"{place} cannot be used: {str(error).partition(': ')[2]}") from None
     return None if made is None else (made, place)

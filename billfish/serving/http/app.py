@@ -315,7 +315,9 @@ async def no_such_path(request: HttpRequest, error: Exception) -> Response:
 async def read_body(request: HttpRequest) -> bytes:
     """The body of a request for JSON, if it is not too large and comes in time."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # which a browser sends to its own page's server alone
+    by_browser = "origin" in request.headers or "sec-fetch-site" in request.headers
+    # A browser sends application/json to its own page's server alone. Some programs send no type at all.
+    if kind != "application/json" and (kind or by_browser):
         message = f"The Content-Type is {readable(kind or 'missing')}; expected application/json."
         fix = "With curl, add -H 'Content-Type: application/json'."
         raise Refusal(415, f"{message} {fix}", None, "unsupported_media_type")
