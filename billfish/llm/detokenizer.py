@@ -142,9 +142,7 @@ class Detokenizer:
     shown: control tokens whose names are part of the text, such as marks of tool calls.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str], max_tokens: int, shown: Collection[int] = ()
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], max_tokens: int, shown: Collection[int] = ()) -> None:
         self._tokenizer, self._max_tokens, self._shown = tokenizer, max_tokens, shown
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = HeldText(stop)

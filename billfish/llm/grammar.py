@@ -38,8 +38,8 @@ ANNOTATIONS = ("title", "description", "$comment")  # texts that no answer depen
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must be, for any model. `schema` is a JSON schema, as a text, or a grammar of llguidance that begins
-    with `LARK`."""
+    """What an answer must be, for any model. `schema` is a JSON schema, as a text, or a grammar of llguidance that
+    begins with `LARK`."""
 
     schema: str
 

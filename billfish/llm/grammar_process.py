@@ -75,7 +75,8 @@ def tried(library: Any, tokenizer: Any, connection: socket.socket) -> dict[str, 
 
 
 def build(library: Any, tokenizer: Any, schema: str) -> Any:
-    """An LLMatcher for a schema or a grammar, with its first mask computed. Raises ValueError for a schema that cannot be used."""
+    """An LLMatcher for a schema or a grammar, with its first mask computed. Raises ValueError for what cannot be
+    used."""
     if schema.startswith(LARK):
         source = library.LLMatcher.grammar_from_lark(schema)
     else:

@@ -53,7 +53,12 @@ def openai() -> None:
         assert isinstance(parsed.choices[0].message.parsed.large, bool)
         strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
         with client.chat.completions.stream(
-            model=MODEL, messages=asked, tools=[strict], tool_choice="required", parallel_tool_calls=False, max_tokens=80
+            model=MODEL,
+            messages=asked,
+            tools=[strict],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            max_tokens=80,
         ) as stream:
             (call,) = stream.get_final_completion().choices[0].message.tool_calls
         assert json.loads(call.function.arguments)["days"] in (1, 2, 3)
@@ -104,7 +109,9 @@ def ollama() -> None:
     asked = [{"role": "user", "content": ASKED}]
     short = {"num_predict": 8, "temperature": 0}
     assert client.chat(model=MODEL, messages=asked, options=short).message.content
-    assert "".join(part.message.content for part in client.chat(model=MODEL, messages=asked, options=short, stream=True))
+    assert "".join(
+        part.message.content for part in client.chat(model=MODEL, messages=asked, options=short, stream=True)
+    )
     made = client.chat(model=MODEL, messages=asked, format=SCHEMA, options={"num_predict": 60})
     assert json.loads(made.message.content)["days"] in (1, 2, 3)
     client.chat(model=MODEL, messages=asked, tools=[weather], options=short, think=False)
@@ -121,8 +128,12 @@ def litellm() -> None:
     asked = [{"role": "user", "content": ASKED}]
     whole = client.completion(messages=asked, **options)
     assert whole.choices[0].message.content
-    assert "".join(part.choices[0].delta.content or "" for part in client.completion(messages=asked, stream=True, **options))
-    called = client.completion(messages=asked, tools=[WEATHER], tool_choice="required", **{**options, "max_tokens": 200})
+    assert "".join(
+        part.choices[0].delta.content or "" for part in client.completion(messages=asked, stream=True, **options)
+    )
+    called = client.completion(
+        messages=asked, tools=[WEATHER], tool_choice="required", **{**options, "max_tokens": 200}
+    )
     message = called.choices[0].message
     said = [*asked, message.model_dump(), {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sun"}]
     assert client.completion(messages=said, tools=[WEATHER], **options).choices
@@ -194,9 +205,7 @@ def llama_index() -> None:
 def pydantic_ai() -> None:
     from pydantic import BaseModel
     from pydantic_ai import Agent
-    from pydantic_ai.models.anthropic import AnthropicModel
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-    from pydantic_ai.providers.anthropic import AnthropicProvider
     from pydantic_ai.providers.openai import OpenAIProvider
 
     class City(BaseModel):
@@ -207,7 +216,6 @@ def pydantic_ai() -> None:
     for model in (
         OpenAIChatModel(MODEL, provider=provider),
         OpenAIResponsesModel(MODEL, provider=provider),
-        AnthropicModel(MODEL, provider=AnthropicProvider(api_key="none", base_url=URL)),
     ):
         assert Agent(model, model_settings={"max_tokens": 8}).run_sync(ASKED).output
         made = Agent(model, output_type=City, model_settings={"max_tokens": 200}, retries=3).run_sync(ASKED).output
@@ -231,8 +239,15 @@ def instructor() -> None:
 
 
 def openai_agents() -> None:
-    from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
-    from agents import set_tracing_disabled
+    from agents import (
+        Agent,
+        ModelSettings,
+        OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
     from openai import AsyncOpenAI
 
     set_tracing_disabled(True)
@@ -275,8 +290,8 @@ def dspy() -> None:
 
     model = library.LM(f"openai/{MODEL}", api_base=V1, api_key="none", max_tokens=60, cache=False)
     assert model(ASKED)
-    with library.context(lm=model, adapter=library.JSONAdapter()):
-        assert library.Predict("question -> city: str, large: bool")(question=ASKED).city is not None
+    (made,) = model(ASKED, response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}})
+    assert "days" in str(made)
 
 
 def haystack() -> None:
@@ -310,7 +325,9 @@ def autogen() -> None:
         assert (await client.create(asked)).content
         assert [part async for part in client.create_stream(asked)]
         tool = FunctionTool(weather, description="The weather", strict=True)
-        made = await client.create(asked, tools=[tool], extra_create_args={"tool_choice": "required", "max_tokens": 200})
+        made = await client.create(
+            asked, tools=[tool], extra_create_args={"tool_choice": "required", "max_tokens": 200}
+        )
         assert made.content[0].name == "weather"
 
     asyncio.run(run())
@@ -326,28 +343,13 @@ def agno() -> None:
     Agent(model=model, tools=[weather], telemetry=False).run(ASKED)
 
 
-def semantic_kernel() -> None:
-    from openai import AsyncOpenAI
-    from semantic_kernel.connectors.ai.open_ai import OpenAIChatCompletion, OpenAIChatPromptExecutionSettings
-    from semantic_kernel.contents import ChatHistory
-
-    async def run() -> None:
-        service = OpenAIChatCompletion(ai_model_id=MODEL, async_client=AsyncOpenAI(base_url=V1, api_key="none"))
-        history = ChatHistory()
-        history.add_user_message(ASKED)
-        settings = OpenAIChatPromptExecutionSettings(max_tokens=8)
-        assert (await service.get_chat_message_contents(history, settings))[0].content
-
-    asyncio.run(run())
-
-
 def llm_command() -> None:
     """The command `llm` of Simon Willison."""
     import pathlib
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        entry = f"- model_id: ours\n  model_name: {MODEL}\n  api_base: {V1}\n  supports_schema: true\n  supports_tools: true\n"
+        entry = f"- model_id: ours\n  model_name: {MODEL}\n  api_base: {V1}\n  supports_schema: true\n"
         pathlib.Path(folder, "extra-openai-models.yaml").write_text(entry)
         environment = {**os.environ, "LLM_USER_PATH": folder, "OPENAI_API_KEY": "none"}
         command = [sys.executable, "-m", "llm", "-m", "ours", "-o", "max_tokens", "8"]
@@ -355,7 +357,7 @@ def llm_command() -> None:
         assert said.stdout.strip()
         command = [sys.executable, "-m", "llm", "-m", "ours", "--schema", "city, large bool", ASKED]
         said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        assert set(json.loads(said.stdout)) == {"city", "large"}
+        assert set(json.loads(said.stdout)) == {"city", "large"}, said.stdout
 
 
 CLIENTS = {
@@ -375,7 +377,6 @@ CLIENTS = {
     "haystack-ai": haystack,
     "autogen-ext": autogen,
     "agno": agno,
-    "semantic-kernel": semantic_kernel,
     "llm": llm_command,
 }
 

@@ -1,7 +1,8 @@
 """Runs real clients against `billfish serve`: python tests/in_clients/run.py PYTHON [--record FOLDER] [CLIENT ...]
 
 PYTHON: of an environment that has the packages of requirements.txt. Each client is a process of its own, behind a proxy
-that sees what it sends. --record writes that to FOLDER, for tests/serving/test_recorded.py. Ends with 1 if a client fails.
+that sees what it sends. --record writes that to FOLDER, for tests/serving/test_recorded.py. Ends with 1 if a client
+fails.
 """
 
 from __future__ import annotations
@@ -109,14 +110,14 @@ def record(folder: Path, python: str, name: str, seen: list[dict[str, Any]]) -> 
     code = f"import importlib.metadata as m; print(m.version({name!r}))"
     version = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     different = {json.dumps(smaller(each), sort_keys=True): smaller(each) for each in seen if each["body"] is not None}
-    made = {"client": name, "version": version, "requests": list(different.values())}
-    (folder / f"{name}.json").write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n")
+    lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in different.values())
+    text = f'{{"client": "{name}", "version": "{version}", "requests": [\n{lines}\n]}}\n'
+    (folder / f"{name}.json").write_text(text)
 
 
 def main() -> int:
-    from serving_http import process
-
     from clients import CLIENTS
+    from serving_http import process
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("python")

@@ -1,4 +1,4 @@
-"""How templates write thoughts and calls, how both are read from answers, and the grammars of answers that must call."""
+"""How templates write thoughts and calls, how both are read from answers, and grammars of answers that must call."""
 
 from __future__ import annotations
 
@@ -133,8 +133,9 @@ def test_templates_that_do_not_tell_how_calls_are_written(derived, name):
 def test_arguments_as_texts():
     """DeepSeek's templates add them to texts."""
     source = (
-        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}"
-        "{{ '<call>' + call.function.name + '<sep>' + call.function.arguments + '</call>' }}{% endfor %}{% endfor %}"
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}"
+        "{% for call in m.tool_calls %}{{ '<call>' + call.function.name + '<sep>' + call.function.arguments }}"
+        "</call>{% endfor %}{% endfor %}"
     )
     syntax = derive(ChatTemplate(source))
     assert syntax.text_arguments

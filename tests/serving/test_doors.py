@@ -52,7 +52,9 @@ def test_a_response_is_the_answer_of_a_chat(server):
     assert found["output"][0]["content"][0]["text"] == alone(server, 6)
     assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert found["usage"]["output_tokens"] == 6
-    came = events(server.url, "/v1/responses", {"input": ASKED, "max_output_tokens": 6, "temperature": 0, "stream": True})
+    came = events(
+        server.url, "/v1/responses", {"input": ASKED, "max_output_tokens": 6, "temperature": 0, "stream": True}
+    )
     assert [each["sequence_number"] for each in came] == list(range(len(came)))
     kinds = [each["type"] for each in came]
     assert kinds[:4] == [
@@ -77,7 +79,11 @@ def test_a_response_goes_on_with_an_earlier_one(server):
     body = {"input": "ba", "previous_response_id": first["id"], "max_output_tokens": 3, "temperature": 0}
     second = ok(server, "/v1/responses", body)
     said = first["output"][0]["content"][0]["text"]
-    spelled = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": said}, {"role": "user", "content": "ba"}]
+    spelled = [
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "ba"},
+    ]
     alone = ok(server, "/v1/responses", {"input": spelled, "max_output_tokens": 3, "temperature": 0, "store": False})
     assert second["output"][0]["content"] == alone["output"][0]["content"]
     assert second["usage"]["input_tokens"] == alone["usage"]["input_tokens"]
@@ -147,7 +153,11 @@ def test_messages_of_anthropic(server):
 def test_tools_of_anthropic(server):
     tool = {"name": "go", "input_schema": PARAMETERS, "cache_control": {"type": "ephemeral"}}
     choice = {"type": "any", "disable_parallel_tool_use": True}
-    body = {"messages": ASKED, "max_tokens": 200, "tools": [tool, {"type": "web_search_20250305", "name": "web_search"}]}
+    body = {
+        "messages": ASKED,
+        "max_tokens": 200,
+        "tools": [tool, {"type": "web_search_20250305", "name": "web_search"}],
+    }
     found = ok(server, "/v1/messages", body | {"tool_choice": choice})
     (use,) = found["content"]
     assert (use["type"], use["name"], found["stop_reason"]) == ("tool_use", "go", "tool_use")

@@ -37,7 +37,7 @@ def chat(server: Running, **fields: Any) -> tuple[int, dict[str, str], Any]:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "prediction": {"type": "content"}},
+        {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "prediction": {"type": "x"}},
         {"safety_identifier": "x", "prompt_cache_key": "x", "verbosity": "low", "modalities": ["text"]},
         {"tools": [STRICT]},
         {"tools": [TOOL], "parallel_tool_calls": False},
@@ -110,7 +110,11 @@ def test_strict_fields_refuses_unknown_ones(tmp_path):
 
 def test_lengths_and_limits_of_clients(server):
     status, _, answer = chat(server, max_tokens=0)
-    assert (status, answer["choices"][0]["message"]["content"], answer["choices"][0]["finish_reason"]) == (200, "", "length")
+    assert (status, answer["choices"][0]["message"]["content"], answer["choices"][0]["finish_reason"]) == (
+        200,
+        "",
+        "length",
+    )
     assert answer["usage"]["completion_tokens"] == 0
     greedy = chat(server, temperature=0, max_tokens=8)[2]["choices"][0]["message"]["content"]
     assert chat(server, temperature=1, top_p=0, max_tokens=8)[2]["choices"][0]["message"]["content"] == greedy

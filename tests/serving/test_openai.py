@@ -109,9 +109,7 @@ def test_a_stream_gives_the_same_text_and_then_the_usage(server, client):
     assert {c.usage for c in chunks[:-1]} == {None}
     assert len({c.id for c in chunks}) == 1
     texts = client.completions.create(model="small", prompt="ab", seed=7, max_tokens=20, stream=True)
-    assert "".join(c.choices[0].text for c in texts) == alone(
-        server, "ab", raw=True, **DEFAULTS, seed=7, max_tokens=20
-    )
+    assert "".join(c.choices[0].text for c in texts) == alone(server, "ab", raw=True, **DEFAULTS, seed=7, max_tokens=20)
 
 
 def test_several_answers_have_seeds_in_order(server, client):

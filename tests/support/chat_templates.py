@@ -94,7 +94,8 @@ TEMPLATES = {
         "\n<think></think>{% endif %}{% if m.content %}{{ '\n' + m.content }}{% endif %}"
         "{% for call in m.tool_calls %}\n<tool_call>{{ call.function.name }}\n"
         "{% for key, value in call.function.arguments | items %}<arg_key>{{ key }}</arg_key>\n"
-        "<arg_value>{{ value if value is string else value | tojson }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}",
+        "<arg_value>{{ value if value is string else value | tojson }}</arg_value>\n{% endfor %}"
+        "</tool_call>{% endfor %}",
         "<|assistant|>{% if enable_thinking is defined and not enable_thinking %}\n<think></think>{% endif %}",
     ),
     "minimax-m2": of_roles(
@@ -109,8 +110,9 @@ TEMPLATES = {
     "seed-oss": of_roles(
         "<seed:bos>assistant{% if m.reasoning_content %}\n<seed:think>{{ m.reasoning_content }}</seed:think>"
         "{% endif %}{% if m.content %}{{ '\n' + m.content }}{% endif %}{% for call in m.tool_calls %}"
-        "\n<seed:tool_call>\n<function={{ call.function.name }}>\n{% for key, value in call.function.arguments | items %}"
-        "<parameter={{ key }}>{{ value }}</parameter>\n{% endfor %}</function>\n</seed:tool_call>{% endfor %}<seed:eos>",
+        "\n<seed:tool_call>\n<function={{ call.function.name }}>\n"
+        "{% for key, value in call.function.arguments | items %}<parameter={{ key }}>{{ value }}</parameter>\n"
+        "{% endfor %}</function>\n</seed:tool_call>{% endfor %}<seed:eos>",
         "<seed:bos>assistant\n",
         user="<seed:bos>user\n{{ m.content }}<seed:eos>",
     ),
@@ -144,9 +146,9 @@ TEMPLATES = {
     ),
     "gpt-oss": of_roles(
         "{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}{% if m.thinking %}<|start|>assistant<|channel|>"
-        "analysis<|message|>{{ m.thinking }}<|end|>{% endif %}<|start|>assistant to=functions.{{ call.name }}<|channel|>"
-        "commentary json<|message|>{{ call.arguments | tojson }}<|call|>{% else %}<|start|>assistant<|channel|>final"
-        "<|message|>{{ m.content }}<|end|>{% endif %}",
+        "analysis<|message|>{{ m.thinking }}<|end|>{% endif %}<|start|>assistant to=functions.{{ call.name }}"
+        "<|channel|>commentary json<|message|>{{ call.arguments | tojson }}<|call|>{% else %}<|start|>assistant"
+        "<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}",
         "<|start|>assistant",
         user="<|start|>user<|message|>{{ m.content }}<|end|>",
     ),

@@ -55,8 +55,8 @@ def answer_grammar(
 ) -> Grammar | None:
     """The grammar of an answer; None if it is free. Raises DataError for a schema that exceeds the limits.
 
-    tokens: control tokens by their names. thinking: whether the prompt has opened a thought. has_thought: whether it has
-    a whole one, so that none comes.
+    tokens: control tokens by their names. thinking: whether the prompt has opened a thought. has_thought: whether it
+    has a whole one, so that none comes.
     """
     if wanted.is_free:
         return None
@@ -144,7 +144,7 @@ class _Writer:
         """Arguments one by one, in the order of the schema."""
         syntax, schema = self._syntax.calls, function.schema
         properties, required = schema.get("properties") or {}, schema.get("required") or []
-        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        definitions = _definitions(schema)
         written = list[tuple[str, bool]]()
         for key, each in properties.items():
             given = dict(each) if isinstance(each, Mapping) else {}
@@ -178,8 +178,7 @@ class _Writer:
         if len(syntax.quote) > 1 and kind == "string":
             return f"{quote} {self._text_until(syntax.quote)}"
         if len(syntax.quote) > 1 and kind == "array" and isinstance(schema.get("items"), Mapping):
-            definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-            item = self._value({**schema["items"], **definitions})
+            item = self._value({**schema["items"], **_definitions(schema)})
             return f'"[" ({item} ("," {item})*)? "]"'
         return self._json(schema, lenient=True)
 
@@ -228,3 +227,8 @@ class _Writer:
         options = {"whitespace_pattern": WHITE_SPACE, "lenient": lenient, "coerce_one_of": lenient}
         self._rules.append(f"{name}: %json {json.dumps({**(schema or {}), 'x-guidance': options})}")
         return name
+
+
+def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """What references of a part of a schema lead to."""
+    return {key: value for key, value in schema.items() if key in ("$defs", "definitions")}

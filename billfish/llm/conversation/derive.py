@@ -7,7 +7,6 @@ around all of them, tells the syntax.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,8 +48,14 @@ def derive(template: ChatTemplate) -> ChatSyntax:
     tells_tools = offered is not None and all(name in offered for name in NAMES)
     takes_system = probe.shows([{"role": "system", "content": SAID}, USER])
     if all(mark in template.source for mark in HARMONY[:3]):
-        told = {"tells_tools": tells_tools, "writes_calls": True, "takes_results": True, "harmony": True}
-        return ChatSyntax(ThoughtSyntax(Marks(), ("thinking",)), takes_system=takes_system, **told)
+        return ChatSyntax(
+            ThoughtSyntax(Marks(), ("thinking",)),
+            tells_tools=tells_tools,
+            writes_calls=True,
+            takes_results=True,
+            takes_system=takes_system,
+            harmony=True,
+        )
     thought, written = _thought_syntax(probe), None
     if tells_tools:
         written = _call_syntax(probe)
@@ -104,8 +109,7 @@ class _Probe:
         if bare is None or whole is None or ASKED not in bare or ASKED not in whole:
             return None
         behind, turn = bare.rpartition(ASKED)[2], whole.rpartition(ASKED)[2]
-        turn = turn[len(os.path.commonprefix([behind, turn])) :]
-        return turn
+        return turn[_shared(behind, turn) :]
 
     def generation_prompt(self, *, tools: bool = False, **variables: Any) -> str:
         """What the template adds where an answer begins."""
@@ -113,7 +117,7 @@ class _Probe:
         added = self.render([USER], tools=tools, add_generation_prompt=True, **variables)
         if without is None or added is None:
             return ""
-        return added[len(os.path.commonprefix([without, added])) :]
+        return added[_shared(without, added) :]
 
 
 def _definition(name: str) -> dict[str, Any]:
@@ -151,7 +155,7 @@ def _around_thought(turn: str, plain: str | None) -> Marks | None:
     before, _, behind = turn.partition(THOUGHT)
     between = behind.partition(SAID)[0]
     head = "" if plain is None else plain.partition(SAID)[0]
-    start = before[len(os.path.commonprefix([before, head])) :]
+    start = before[_shared(before, head) :]
     if not start.strip() or not re.search(r"[<\[]", start):  # the turn without a thought has an empty one
         found = re.search(r"[<\[][^<>\[\]]*[>\]]\s*\Z", before)
         start = found[0] if found else start
@@ -168,7 +172,7 @@ def _from_prompts(probe: _Probe) -> ThoughtSyntax | None:
         off = probe.generation_prompt(**{name: False})
         on = probe.generation_prompt(**{name: True})
         for shorter, longer in ((usual, off), (on, off)):
-            added = longer[len(os.path.commonprefix([shorter, longer])) :]
+            added = longer[_shared(shorter, longer) :]
             if found := re.fullmatch(r"\s*(<[^<>/][^<>]*>\w*)\s*(<[^<>]*>)\s*", added):
                 return ThoughtSyntax(Marks(found[1], found[2]))
     for prompt in (usual, probe.generation_prompt(thinking=True), probe.generation_prompt(enable_thinking=True)):
@@ -312,11 +316,18 @@ def _tags(text: str) -> list[str]:
 
 
 def _common_prefix(a: str, b: str) -> str:
-    return "".join(os.path.commonprefix([_tags(a), _tags(b)]))
+    tags = _tags(a)
+    return "".join(tags[: _shared(tags, _tags(b))])
 
 
 def _common_suffix(a: str, b: str) -> str:
-    return "".join(os.path.commonprefix([_tags(a)[::-1], _tags(b)[::-1]])[::-1])
+    tags = _tags(a)[::-1]
+    return "".join(tags[: _shared(tags, _tags(b)[::-1])][::-1])
+
+
+def _shared(a: Sequence[str], b: Sequence[str]) -> int:
+    """How many items two sequences have in common at their beginning."""
+    return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _marks_of(

@@ -111,7 +111,7 @@ class Literals:
                 self._at += 1
                 if character == "u":
                     digits, self._at = self._text[self._at : self._at + 4], self._at + 4
-                    self._text[self._at - 1]  # noqa: B018  # raises where the text ends
+                    self._text[self._at - 1]  # raises where the text ends
                     made.append(chr(int(digits, 16)) if re.fullmatch("[0-9a-fA-F]{4}", digits) else digits)
                     continue
                 character = ESCAPES.get(character, character)
@@ -123,7 +123,7 @@ class Literals:
         self._skip()
         found = WORD.match(self._text, self._at)
         if found is None:
-            self._text[self._at]  # noqa: B018  # raises where the text ends
+            self._text[self._at]  # raises where the text ends
             raise NotALiteral
         if found.end() == len(self._text):
             raise IndexError  # it may go on

@@ -1,4 +1,4 @@
-"""How one chat template writes thoughts and calls of functions. :mod:`billfish.llm.conversation.derive` finds it out."""
+"""How one chat template writes thoughts and calls. :mod:`billfish.llm.conversation.derive` finds it out."""
 
 from __future__ import annotations
 

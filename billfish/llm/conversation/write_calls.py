@@ -13,10 +13,7 @@ from billfish.llm.conversation.syntax import CallSyntax
 def written_calls(syntax: CallSyntax, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """The text of calls, each a name and its arguments, as the model writes it itself."""
     written = [syntax.call.start + _written(syntax, name, arguments) + syntax.call.end for name, arguments in calls]
-    if syntax.listed:
-        inside = f"[{', '.join(written)}]"
-    else:
-        inside = (syntax.separator or "").join(written)
+    inside = f"[{', '.join(written)}]" if syntax.listed else (syntax.separator or "").join(written)
     return syntax.section.start + inside + syntax.section.end
 
 

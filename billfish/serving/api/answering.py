@@ -198,9 +198,7 @@ class Asked:
 # ---- answers ----------------------------------------------------------------------------------------------------
 
 
-async def pieces_of(
-    service: Service, asked: Asked, receive: Receive
-) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+async def pieces_of(service: Service, asked: Asked, receive: Receive) -> AsyncGenerator[list[tuple[int, Piece]], None]:
     """Answer requests. Yields once when all are submitted, then what has come, as (number of the request, piece).
 
     Leaving cancels what still runs. ClientGone is raised when the client has closed its connection.
@@ -256,7 +254,8 @@ async def steps_of(service: Service, asked: Asked, receive: Receive) -> AsyncGen
     if asked.score is not None:
         with refusals():
             future = await service.read(service.engine.score, *asked.score)
-        asked.scores[:] = await while_there(future, receive)
+        scores = await while_there(future, receive)
+        asked.scores.extend(scores)
     if asked.empty:
         yield []
         for index, choice in enumerate(asked.choices):

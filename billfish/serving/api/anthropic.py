@@ -102,7 +102,16 @@ class OutputConfig(Body):
 
 class MessagesBody(Body, kw_only=True):
     harmless: ClassVar = frozenset(
-        {"metadata", "service_tier", "container", "context_management", "inference_geo", "cache_control", "betas", "speed"}
+        {
+            "metadata",
+            "service_tier",
+            "container",
+            "context_management",
+            "inference_geo",
+            "cache_control",
+            "betas",
+            "speed",
+        }
     )
     unsupported: ClassVar = {"mcp_servers": ([],)}
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -209,7 +218,7 @@ class MessagesFormat(Format):
 
     def __init__(self, service: Service, stream: bool) -> None:
         super().__init__(stream)
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
             "role": "assistant",

@@ -136,7 +136,13 @@ ResponseFormat = TextFormat | JsonFormat | SchemaFormat
 
 class ChatBody(Options, kw_only=True):
     harmless: ClassVar = HARMLESS | {"verbosity", "echo", "modalities_config"}
-    unsupported: ClassVar = {**UNSUPPORTED, "functions": ([],), "function_call": (), "audio": (), "web_search_options": ()}
+    unsupported: ClassVar = {
+        **UNSUPPORTED,
+        "functions": ([],),
+        "function_call": (),
+        "audio": (),
+        "web_search_options": (),
+    }
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: AtMost | None = None
     logprobs: bool = False
@@ -227,7 +233,9 @@ def turn_of(place: str, message: Message) -> Turn:
         return Turn("system" if role == "developer" else role, text, name=message.name)
     if isinstance(content, list):
         thought = "".join(part.thinking for part in content if isinstance(part, ThinkingPart))
-    calls = [_call(f"{place}.tool_calls[{index}].function.arguments", call) for index, call in enumerate(message.tool_calls)]
+    calls = [
+        _call(f"{place}.tool_calls[{index}].function.arguments", call) for index, call in enumerate(message.tool_calls)
+    ]
     thought = message.reasoning_content or message.reasoning or thought
     if content is None and not calls and not thought:
         problem = f"{place} has neither content nor tool_calls. Send a string, or a list of parts of type text."

@@ -221,5 +221,3 @@ def call_of(place: str, id: str | None, name: str, arguments: object) -> Call:
     if not isinstance(value, Mapping):
         raise wrong(place, arguments, "a JSON object in a string")
     return Call(id or "call00000", name, json.dumps(value, ensure_ascii=False))
-
-

@@ -160,7 +160,7 @@ def settings_of(options: ModelOptions | None) -> Settings:
 def _schema(body: Common) -> tuple[dict[str, Any], str] | None:
     if not body.format:
         return None
-    return ({"type": "object"} if body.format == "json" else dict(body.format)), "format"  # type: ignore[call-overload]
+    return ({"type": "object"} if body.format == "json" else dict(body.format)), "format"
 
 
 def _effort(body: Common) -> str | None:
@@ -221,7 +221,7 @@ class OllamaFormat(Format):
         now = time.perf_counter_ns()
         first = self._first or now
         reason = "load" if self.loads else "length" if choice.finish_reason == "length" else "stop"
-        counts = {
+        counts: dict[str, Any] = {
             "done": True,
             "done_reason": reason,
             "total_duration": now - self._started,
@@ -231,7 +231,8 @@ class OllamaFormat(Format):
             "eval_count": usage.completion,
             "eval_duration": now - first,
         }
-        return self._line(text, thought, calls, **(counts if not self.loads else {"done": True, "done_reason": reason}))
+        told = {"done": True, "done_reason": reason} if self.loads else counts
+        return self._line(text, thought, calls, **told)
 
     def _line(
         self, text: str = "", thought: str = "", calls: Sequence[dict[str, Any]] = (), done: bool = False, **more: Any

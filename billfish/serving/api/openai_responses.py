@@ -189,7 +189,8 @@ def stored(service: Service) -> Stored:
     """The answers of a server."""
     if service.stored is None:
         service.stored = Stored()
-    return service.stored  # type: ignore[no-any-return]
+    found: Stored = service.stored
+    return found
 
 
 def read_responses(service: Service, body: ResponsesBody) -> Asked:
@@ -392,7 +393,7 @@ class ResponsesFormat(Format):
             part = _part(kind, text)
             item["content"] = [part]
             name = "response.reasoning_text.done" if kind == "reasoning" else "response.output_text.done"
-            more = {} if kind == "reasoning" else {"logprobs": []}
+            more: dict[str, Any] = {} if kind == "reasoning" else {"logprobs": []}
             yield self._event(name, **self._where(), content_index=0, text=text, **more)
             yield self._event("response.content_part.done", **self._where(), content_index=0, part=part)
         elif kind == "function_call":
@@ -481,5 +482,3 @@ def _free_text(arguments: str) -> str:
     except ValueError:
         return arguments
     return str(found.get("input", "")) if isinstance(found, dict) else arguments
-
-

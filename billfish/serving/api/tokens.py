@@ -41,7 +41,9 @@ def tokenize(service: Service, body: TextBody) -> dict[str, Any]:
     ids = service.encode("content", text, special=special, start=start)
     tokens: list[Any] = list(ids)
     if body.with_pieces:
-        tokens = [{"id": token, "piece": _piece(tokenizer.piece_bytes(token), tokenizer.pieces[token])} for token in ids]
+        tokens = [
+            {"id": token, "piece": _piece(tokenizer.piece_bytes(token), tokenizer.pieces[token])} for token in ids
+        ]
     return {"tokens": tokens, "count": len(ids), "max_model_len": service.limits.context}
 
 

@@ -181,7 +181,7 @@ def make_app(service: Service, keys: Keys, *, access_log: bool = False) -> Starl
             openai_responses.read_responses,
         ),
     ):
-        add(path, about, generating(kind, ask), "POST", body=kind)  # type: ignore[type-var, arg-type]
+        add(path, about, generating(kind, ask), "POST", body=kind)  # type: ignore[arg-type]
     add(RESPONSES + "/{id}", "a response that is kept in memory", one_response)
     add(RESPONSES + "/{id}", "forgets it", delete_response, "DELETE")
     about = "a vector normalized to unit L2 norm for each text, as numbers or base64"
@@ -296,7 +296,6 @@ class Endpoint:
                 raise  # uvicorn logs it and closes the connection
             LOG.exception("%s failed", self._path)
             await self._refused(Refusal(500, "Internal error. See the server's log."))(scope, receive, watched)
-
 
     def _refused(self, refusal: Refusal) -> Response:
         return json_response(self._errors(refusal), refusal.status, refusal.headers)

@@ -14,7 +14,10 @@ from starlette.routing import Route
 import billfish
 from billfish.serving.api.request_bodies import Body, accepted_words
 
-STYLE = "body{font:16px/1.5 system-ui;max-width:60rem;margin:1rem auto;padding:0 1rem}td{padding:0 1rem 0 0;vertical-align:top}"
+STYLE = (
+    "body{font:16px/1.5 system-ui;max-width:60rem;margin:1rem auto;padding:0 1rem}"
+    "td{padding:0 1rem 0 0;vertical-align:top}"
+)
 
 
 def description(routes: Sequence[Route]) -> dict[str, Any]:
@@ -53,7 +56,10 @@ def description_page(routes: Sequence[Route]) -> HTMLResponse:
             ]
             parts.append(f"<table>{''.join(rows)}</table>")
     text = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>billfish API</title><style>{STYLE}</style>'
-    headers = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'", "X-Content-Type-Options": "nosniff"}
+    headers = {
+        "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+        "X-Content-Type-Options": "nosniff",
+    }
     return HTMLResponse(f"{text}<h1>billfish API</h1>{''.join(parts)}</html>", headers=headers)
 
 
