@@ -17,6 +17,7 @@ from billfish.cli.formats import COLUMNS, format_rows
 from billfish.core.format import FORMATS
 from billfish.llm import grammar, grammar_process
 from billfish.quantizing.calibrate_checkpoint import TOKENS
+from billfish.serving.api import openai_responses
 from billfish.serving.api.chat import ChatBody
 from billfish.serving.api.completions import CompletionBody
 from billfish.serving.api.embeddings import MOST_TEXTS, EmbeddingBody
@@ -148,7 +149,7 @@ MEANING = {
     "max_tokens": "longest answer; -1 is as much as fits, 0 none",
     "temperature": "0 is greedy decoding",
     "top_k": "0 or -1: all",
-    "top_p": "0: the best token",
+    "top_p": "0: the most likely token",
     "seed": "-1 or none: a random one",
     "suffix": "the text behind the answer, if the tokenizer has infill tokens",
     "best_of": "so many are made, and the `n` most probable ones given",
@@ -228,6 +229,11 @@ def server_metrics() -> str:
     return table([["metric", "meaning"], *([f"`{name}`", about] for name, about in found)])
 
 
+def stored_responses() -> str:
+    """What /v1/responses keeps."""
+    return f"the last {openai_responses.MOST_STORED} answers, up to {openai_responses.MOST_BYTES >> 20} MiB of text,"
+
+
 def schema_limits() -> str:
     """What a JSON schema may have, and what compiling it may take."""
     rows = [["a schema has at most", ""], *([what, f"{most:,}"] for what, most in grammar.LIMITS.items())]
@@ -249,6 +255,7 @@ CODE: dict[str, Callable[[], str]] = {
     "mixes": mixes,
     "statistics-sizes": statistics_sizes,
     "server-paths": server_paths,
+    "stored-responses": stored_responses,
     "server-body": server_body,
     "server-fields": server_fields,
     "embedding-fields": embedding_fields,

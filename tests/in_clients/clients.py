@@ -325,9 +325,8 @@ def autogen() -> None:
         assert (await client.create(asked)).content
         assert [part async for part in client.create_stream(asked)]
         tool = FunctionTool(weather, description="The weather", strict=True)
-        made = await client.create(
-            asked, tools=[tool], extra_create_args={"tool_choice": "required", "max_tokens": 200}
-        )
+        longer = {"max_tokens": 200}
+        made = await client.create(asked, tools=[tool], tool_choice="required", extra_create_args=longer)
         assert made.content[0].name == "weather"
 
     asyncio.run(run())

@@ -11,10 +11,11 @@ from chat_templates import TEMPLATES
 from billfish.llm import default_model
 from billfish.llm.chat_template import ChatTemplate
 from billfish.llm.conversation.answer_grammar import Function, Wanted, answer_grammar
+from billfish.llm.conversation.choose_reader import reader_of
 from billfish.llm.conversation.derive import derive
 from billfish.llm.conversation.events import CallArguments, Message, Text
 from billfish.llm.conversation.literals import Literals, NotALiteral, typed
-from billfish.llm.conversation.reader import AnswerReader, reader_of
+from billfish.llm.conversation.reader import AnswerReader
 from billfish.llm.conversation.syntax import HERMES, CallSyntax, ChatSyntax, Marks
 from billfish.llm.grammar import Vocabulary, compile_grammar
 

@@ -11,8 +11,8 @@ from llm_models import Small, write_model
 from serving_http import TOOLS_TEMPLATE, events, send, serving
 
 from billfish.llm.chat_template import ChatTemplate
+from billfish.llm.conversation.choose_reader import reader_of
 from billfish.llm.conversation.derive import derive
-from billfish.llm.conversation.reader import reader_of
 from billfish.llm.detokenizer import Piece
 from billfish.serving.api import anthropic, chat, ollama, openai_responses
 from billfish.serving.api.answering import Choice, Format, Usage

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from billfish.llm.conversation.events import CallArguments, CallBegin, CallEnd, Event, Text, Thought
-from billfish.llm.conversation.reader import Functions, may_begin
+from billfish.llm.conversation.marks import Functions, may_begin
 from billfish.llm.conversation.syntax import HARMONY
 
 START, MESSAGE, CHANNEL, CONSTRAIN, END = HARMONY

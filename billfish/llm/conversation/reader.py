@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from billfish.llm.conversation.events import CallArguments, CallBegin, CallEnd, Event, Text, Thought
 from billfish.llm.conversation.json_call import JsonCall
 from billfish.llm.conversation.literals import CLOSING, Literals, NotALiteral, typed
+from billfish.llm.conversation.marks import WAIT, Functions, matched, may_begin
 from billfish.llm.conversation.syntax import PYTHON_TAG, ChatSyntax
 
-Functions = Mapping[str, Mapping[str, Any]]  # JSON schemas of parameters, by the function's name
 LONGEST_NAME = 256  # characters; what is longer is no name of a function
-WAIT = -1
 
 
 class Reader(Protocol):
@@ -40,27 +39,6 @@ class PlainReader:
 
     def finish(self) -> Iterator[Event]:
         return iter(())
-
-
-def matched(mark: str, text: str) -> int | None:
-    """Where `mark` ends, if the text begins with it. White space counts little. None if it does not, WAIT if it may."""
-    at = 0
-    for part in mark.split():
-        while at < len(text) and text[at].isspace():
-            at += 1
-        if not text.startswith(part, at):
-            return WAIT if part.startswith(text[at:]) else None
-        at += len(part)
-    return at
-
-
-def may_begin(mark: str, text: str) -> int:
-    """The character from which on the text may be the mark."""
-    if mark in text:
-        return text.index(mark)
-    return next(
-        (len(text) - n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), len(text)
-    )
 
 
 class AnswerReader:
@@ -415,26 +393,3 @@ def _trimmed(value: str, before: str, behind: str) -> str:
     lead = before[len(before.rstrip()) :]
     trail = behind[: len(behind) - len(behind.lstrip())]
     return value.removeprefix(lead).removesuffix(trail)
-
-
-def opens_thought(syntax: ChatSyntax, prompt: str) -> bool:
-    """Whether a prompt ends inside of a thought."""
-    start = "" if syntax.thought is None else syntax.thought.marks.start.strip()
-    return bool(start) and prompt.rstrip().endswith(start)
-
-
-def has_thought(syntax: ChatSyntax, prompt: str) -> bool:
-    """Whether a prompt ends behind a thought, which is empty where thinking is off."""
-    end = "" if syntax.thought is None else syntax.thought.marks.end.strip()
-    return bool(end) and prompt.rstrip().endswith(end)
-
-
-def reader_of(syntax: ChatSyntax, prompt: str, functions: Functions | None = None, *, parallel: bool = True) -> Reader:
-    """Makes the reader of one answer to a prompt."""
-    if syntax.harmony:
-        from billfish.llm.conversation.harmony import HarmonyReader
-
-        return HarmonyReader(functions, prompt, parallel=parallel)
-    if syntax.thought is None and not functions:
-        return PlainReader()
-    return AnswerReader(syntax, functions, thinking=opens_thought(syntax, prompt), parallel=parallel)

@@ -10,8 +10,8 @@ from typing import Any
 from billfish.core.errors import DataError
 from billfish.llm.chat_template import RESERVED
 from billfish.llm.conversation.answer_grammar import Function, Mode, Wanted, answer_grammar
+from billfish.llm.conversation.choose_reader import has_thought, opens_thought, reader_of
 from billfish.llm.conversation.events import Call
-from billfish.llm.conversation.reader import has_thought, opens_thought, reader_of
 from billfish.llm.conversation.syntax import ChatSyntax
 from billfish.llm.conversation.write_calls import written_calls
 from billfish.llm.grammar import Grammar, json_schema
