@@ -44,8 +44,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, several: bool = Fals
         "--device",
         default="auto",
         metavar="DEVICE",
-        help="cpu, cuda, cuda:N for GPU number N, or auto: what the environment variable BILLFISH_DEVICE says, else "
-        "the first GPU if the model fits, else the CPU (default: auto)",
+        help="cpu, cuda, cuda:N for GPU number N, metal for the GPU of a Mac, or auto: what the environment variable "
+        "BILLFISH_DEVICE says, else the first GPU if the model fits, else the CPU (default: auto)",
     )
     group.add_argument(
         "--activations",

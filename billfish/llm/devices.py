@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import math
 import os
 import re
@@ -10,12 +11,14 @@ import sys
 
 from billfish.backends import BACKENDS
 from billfish.core.errors import BackendUnavailable, DataError, bad_argument, failure
+from billfish.core.extras import how_to_install
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.model_weights import CALL, ModelTensors
 from billfish.models.description import Attention, Block, Dense, GatedDeltaNet, Mamba2, Model, ShortConvolution
 
 MIXERS = {GatedDeltaNet: "gated delta nets", ShortConvolution: "short convolutions", Mamba2: "Mamba-2 layers"}
-DEVICES = "cpu, cuda, cuda:N, or auto (the first GPU, else the CPU)"
+DEVICES = "cpu, cuda, cuda:N, metal, metal-emulator, or auto (the first GPU, else the CPU)"
+METAL = ("metal", "metal-emulator")
 
 
 def check_device(device: str) -> str:
@@ -27,10 +30,13 @@ def check_device(device: str) -> str:
         device = os.environ.get("BILLFISH_DEVICE") or device
     if device in ("cpu", "auto"):
         return device
+    if device == "mps":
+        device = "metal"
+    if device in METAL:
+        return _checked_metal(device)
     found = re.fullmatch(r"cuda(?::(\d+))?", device)
     if found is None:
-        apple = ". Apple GPUs run layers of torch and MLX, not whole models" if device in ("mps", "metal") else ""
-        raise DataError(bad_argument(CALL, "device", repr(device), DEVICES + apple))
+        raise DataError(bad_argument(CALL, "device", repr(device), DEVICES))
     from billfish.backends.cuda.driver import device as gpu  # here: of those who have no GPU, nobody waits for it
 
     ordinal = int(found[1] or 0)
@@ -41,11 +47,15 @@ def check_device(device: str) -> str:
 def make_decoder(device: str, tensors: ModelTensors) -> Decoder:
     """The decoder for a device that was checked."""
     if device == "auto":
-        device = "cuda:0" if _has_driver() and BACKENDS["cuda"].usable()[0] else "cpu"
+        device = _best_device()
     if device == "cpu":
         from billfish.llm.cpu import CpuDecoder
 
         return CpuDecoder(tensors)
+    if device in METAL:
+        from billfish.llm.metal import MetalDecoder
+
+        return MetalDecoder(tensors, device)
     unknown = missing(tensors.config)
     if unknown:
         problem = f"models with {', '.join(unknown)} do not run on a GPU yet"
@@ -53,6 +63,22 @@ def make_decoder(device: str, tensors: ModelTensors) -> Decoder:
     from billfish.llm.cuda import CudaDecoder
 
     return CudaDecoder(tensors, int(device.removeprefix("cuda:")))
+
+
+def _best_device() -> str:
+    if sys.platform == "darwin":
+        return "metal" if BACKENDS["metal"].usable()[0] else "cpu"
+    return "cuda:0" if _has_driver() and BACKENDS["cuda"].usable()[0] else "cpu"
+
+
+def _checked_metal(device: str) -> str:
+    """Raises where MLX is not installed, or there is no Metal for it, or no compiler for the emulator."""
+    usable, reason = BACKENDS[device].usable()
+    if usable and importlib.util.find_spec("mlx") is None:
+        usable, reason = False, f"mlx is not installed. Run: {how_to_install('metal')}"
+    if not usable:
+        raise BackendUnavailable(failure(CALL, f"device {device!r}: {reason}"))
+    return device
 
 
 def missing(model: Model) -> list[str]:
