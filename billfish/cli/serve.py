@@ -94,6 +94,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
         name = arguments.alias or (model.path.stem if model.path.is_file() else model.path.name)
         service = Service(engine, model, name, strict_fields=arguments.strict_fields)
+        service.warm_up()
         bound = engine.counts().cache_bytes_bound / 1e6
         facts = f"{engine.streams} streams of {engine.context} tokens, KV cache of at most {bound:.0f} MB"
 

@@ -240,6 +240,15 @@ def test_paths_methods_and_types(server):
     assert send(server.url, "/health", None, "GET")[::2] == (200, {"status": "ok"})
 
 
+def test_only_browsers_must_send_a_content_type(server):
+    """Some programs send none. A page of another site may send none as well, but the browser tells its origin."""
+    for headers, status in (({}, 200), ({"Origin": "http://other"}, 415), ({"Sec-Fetch-Site": "cross-site"}, 415)):
+        connection = http.client.HTTPConnection(urlsplit(server.url).netloc)
+        connection.request("POST", COMPLETIONS, b'{"prompt": "ab", "max_tokens": 1}', headers)
+        assert connection.getresponse().status == status
+        connection.close()
+
+
 def test_metrics_are_what_prometheus_reads(server):
     send(server.url, COMPLETIONS, {"prompt": "ab", "max_tokens": 2})
     with urllib.request.urlopen(server.url + "/metrics") as answer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ IDS = ("zqid00001", "zqid00002")  # nine letters and digits, which Mistral's tem
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 THINK_TAG = re.compile(r"(<[^<>\s/]*think[^<>\s/]*>|\[THINK\])\s*\Z", re.IGNORECASE)
 USER = {"role": "user", "content": ASKED}
+MOST_SECONDS = 20  # for all renderings; those of a model's template take milliseconds each
 # Templates that tell the model which functions there are, but not how a call is written: what their models were trained
 # to write, by a mark in the template's source.
 UNTOLD = {
@@ -81,11 +83,13 @@ class _Probe:
     """Renders conversations, and cuts the assistant's turn out of them."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
+        self._template, self._until = template, time.monotonic() + MOST_SECONDS
         self.text_arguments = False  # whether arguments of calls are JSON texts
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, tools: bool = False, **variables: Any) -> str | None:
-        """The text; None where the template refuses the messages."""
+        """The text; None where the template refuses the messages, or has taken too long."""
+        if time.monotonic() > self._until:
+            return None
         given = [_definition(name) for name in NAMES] if tools else None
         try:
             return self._template.render(messages, given, **{"add_generation_prompt": False, **variables})

@@ -61,6 +61,7 @@ class AnswerReader:
         self._held, self._count, self._since = "", 0, ""
         self.done = False
         self._in_section = False
+        self._tried = 0  # characters in which the end of a call was looked for
         self._json: JsonCall | None = None
         self._state: Callable[[], Iterator[Event]] = self._body
         self._started = False  # whether text or a thought has begun
@@ -214,7 +215,8 @@ class AnswerReader:
         text, self._held = self._held, ""
         begun = self._json.begun
         left, pieces = self._json.feed(text)
-        self._since += text
+        if not begun:
+            self._since += text
         if not begun and self._json.begun:
             if not self._is_known(self._json.name):
                 self._json = None
@@ -275,9 +277,13 @@ class AnswerReader:
 
     def _literal(self) -> Iterator[Event]:
         calls = self._calls
-        at = self._at_name + len(calls.name_end.strip())
+        at, closing = self._at_name + len(calls.name_end.strip()), CLOSING[calls.name_end.strip()]
+        new, self._tried = self._held[self._tried :], len(self._held)
+        if closing not in new:
+            self._state = self._name
+            return
         try:
-            found = Literals(self._held[at:], calls.key.end, calls.quote).arguments(CLOSING[calls.name_end.strip()])
+            found = Literals(self._held[at:], calls.key.end, calls.quote).arguments(closing)
         except NotALiteral:
             self._take(len(self._held))
             yield from self._fail()
@@ -286,6 +292,7 @@ class AnswerReader:
             self._state = self._name
             return
         arguments, end = found
+        self._tried = 0
         self._take(at + end)
         yield CallBegin(self._count, self._literal_name)
         yield CallArguments(self._count, json.dumps(arguments, ensure_ascii=False))

@@ -135,6 +135,10 @@ class Service:
                 return known[first], known[second], known[third]
         return None
 
+    def warm_up(self) -> None:
+        """Find out what the first chat needs, beside the loop."""
+        self._readers.submit(lambda: self.marks)
+
     def tell_ignored(self, path: str, names: Sequence[str]) -> None:
         """Log the names of ignored fields, each once."""
         new = [name for name in names if f"{path} {name}" not in self._told]
