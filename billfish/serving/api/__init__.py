@@ -1,1 +1,1 @@
-"""APIs of OpenAI, Anthropic and Ollama, a file for each: they translate to one conversation, and one stream of events."""
+"""APIs of OpenAI, Anthropic and Ollama, a file for each: all translate to one conversation and one stream of events."""
