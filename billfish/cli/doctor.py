@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +134,9 @@ def times() -> Iterator[dict[str, Any]]:
         q = quantize(w, format, method="rtn")
         for rows in TIMED_ROWS:
             x = mx.random.normal((rows, k)).astype(mx.float16)
-            ours = _best(lambda x=x, q=q: quantized_linear(x, q, backend="metal"))
-            theirs = _best(
-                lambda x=x: mx.quantized_matmul(x, packed, scales, biases, transpose=True, group_size=32, bits=4)
-            )
+            ours = _best(partial(quantized_linear, x, q, backend="metal"))
+            plain = partial(mx.quantized_matmul, transpose=True, group_size=32, bits=4)
+            theirs = _best(partial(plain, x, packed, scales, biases))
             yield {"format": format, "rows": rows, "ours": round(ours, 1), "mlx": round(theirs, 1), "shape": [n, k]}
 
 
@@ -167,8 +167,8 @@ def answers(path: str, names: list[str]) -> Iterator[dict[str, Any]]:
             start = time.perf_counter()
             answer = model.generate(PROMPT, max_tokens=ANSWER, temperature=0)
             record["tokens_per_second"] = round(len(answer.tokens) / (time.perf_counter() - start), 1)
-        except Exception as error:
-            yield record | {"verdict": f"{type(error).__name__}: {error}"}
+        except Exception as problem:
+            yield record | {"verdict": f"{type(problem).__name__}: {problem}"}
             continue
         exact = logits if exact is None else exact
         error = float(np.median(np.abs(logits - exact).max(axis=1) / np.abs(exact).max()))

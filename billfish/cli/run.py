@@ -65,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--draft",
-        default="off",
         metavar="DRAFTER",
         help="draft several tokens a step, for the same answer: ngram (look-up in the prompt and the answer), the GGUF "
         "file or folder of a small model with the same vocabulary, or off (default: off)",
@@ -135,7 +134,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.context is not None and not 1 <= arguments.context <= model.config.context:
         most = f"the context length of {readable(model.config.name)} is {model.config.context} tokens"
         raise DataError(f"run: --context {arguments.context} does not fit: {most}.")
-    if arguments.draft not in ("ngram", "off"):
+    if arguments.draft not in (None, "ngram", "off"):
         arguments.draft = _load_draft(arguments.draft, model)
     if chat:
         Chat(model, arguments).talk()

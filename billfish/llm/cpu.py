@@ -36,9 +36,11 @@ from billfish.models.description import (
     Dense,
     DenseAndMixture,
     GatedDeltaNet,
+    Mamba2,
     Matrix,
     Mixture,
     Model,
+    ShortConvolution,
     Stack,
     Vector,
 )
@@ -374,8 +376,17 @@ def _state_shape(block: Block) -> tuple[int, int, int, int]:
     """What a layer keeps of a sequence: heads and their size, the window, and the numbers of a recurrent state."""
     mixer = block.mixer
     if not isinstance(mixer, Attention):
-        return 0, 16, 0, mixer.state_numbers
+        return 0, 16, 0, state_numbers(mixer)
     return (mixer.kv_heads, mixer.head_size, mixer.window, 0) if mixer.shares is None else (0, 16, 0, 0)
+
+
+def state_numbers(mixer: GatedDeltaNet | ShortConvolution | Mamba2) -> int:
+    """Float32 numbers that a sequence keeps of a recurrent layer. A delta net's state changes once in a chunk of
+    tokens; until then, the chunk's keys and what they wrote are kept beside it."""
+    if not isinstance(mixer, GatedDeltaNet):
+        return mixer.state_numbers
+    token = mixer.key_heads * mixer.key_size + mixer.value_heads * mixer.value_size
+    return mixer.state_numbers + _cpu.DELTA_CHUNK * token + (_cpu.DELTA_CHUNK + 1) * mixer.value_heads
 
 
 def inputs_of(block: Block) -> list[tuple[Matrix | Stack, ...]]:

@@ -28,7 +28,7 @@ from billfish.llm.metal_cache import MetalCache
 from billfish.llm.metal_parts import MetalBlock, Parts, Pass, Residual, Span
 from billfish.llm.metal_sampler import next_tokens
 from billfish.llm.model_weights import ModelTensors
-from billfish.llm.recurrent_checkpoints import Checkpoints
+from billfish.llm.recurrent_checkpoints import places
 from billfish.llm.sampler import Sampler
 
 CHUNK = 512  # rows of a prompt at once
@@ -157,8 +157,8 @@ class MetalDecoder(Decoder):
 
     def _span(self, cache: MetalCache, row: int, count: int, tokens: list[int]) -> Span:
         start = len(cache.tokens)
-        places = Checkpoints.places(start, count, self.ends_in(start, tokens)) if cache.is_recurrent else []
-        cuts = tuple(sorted({count, *(place - start for place in places)}))
+        kept = places(start, count, self.ends_in(start, tokens)) if cache.is_recurrent else []
+        cuts = tuple(sorted({count, *(place - start for place in kept)}))
         return Span(cache, row, start, count, cache.begin_pass(start), cuts, tuple({} for _ in cuts))
 
     def _finish(self, hidden: mx.array, spans: list[Span], tokens: Sequence[list[int]]) -> None:

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from billfish.core.typing import CacheType
 from billfish.llm.kv_cache import Cache
-from billfish.llm.recurrent_checkpoints import Checkpoints
+from billfish.llm.recurrent_checkpoints import Checkpoints, places
 from billfish.models.description import Attention, Model
 
 STEP = 256  # positions by which a cache grows
@@ -124,9 +124,9 @@ class MetalCache(Cache):
         start = len(self.tokens)
         self.tokens.extend(tokens)
         if self.is_recurrent:
-            places = set(Checkpoints.places(start, len(tokens), message_ends))
+            wanted = set(places(start, len(tokens), message_ends))
             for position, states in zip((start + cut for cut in cuts), after, strict=True):
-                if position in places:
+                if position in wanted:
                     self.checkpoints.add(position, states, position in message_ends)
             self.states, self.position = after[-1], len(self.tokens)
 

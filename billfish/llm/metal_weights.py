@@ -16,8 +16,8 @@ from billfish.backends.metal.kernels import MATVEC_ROWS, Kernels
 from billfish.backends.metal.layout import MetalWeights, lay_out, lay_out_experts
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import QuantizedTensor
-from billfish.llm.cuda_weights import alike, stacked
 from billfish.llm.model_weights import ExpertTensor, ModelTensors, Tensor
+from billfish.llm.stacked_weights import alike, stacked
 from billfish.models.description import Matrix, Stack
 from billfish.ops.matmul import dequantize
 

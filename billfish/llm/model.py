@@ -117,7 +117,7 @@ class Model:
             tokenizer: list[Future[Tokenizer]] = []  # the vocabulary is read while native threads pack the weights
             self.decoder.pack(lambda: tokenizer.append(pool.submit(source.tokenizer)))
             self.tokenizer = tokenizer[0].result()
-        self.decoder.message_ends = frozenset(self.tokenizer.ends)
+        self.decoder.message_ends = self.tokenizer.ends
 
     @cached_property
     def template(self) -> ChatTemplate | None:
@@ -262,6 +262,7 @@ class Model:
         _check_settings(call, self.generate_batch, max_tokens, unknown)
         if isinstance(prompts, str):
             raise DataError(bad_argument(call, "prompts", "a str", "a list of prompts"))
+        self.tokenizer.check(call)  # the answers are texts
         penalties, bias = (presence_penalty, frequency_penalty, repetition_penalty), logit_bias or {}
         sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, bias, call)
         tokens = [self.encode(prompt, raw) for prompt in prompts]
