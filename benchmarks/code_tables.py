@@ -17,10 +17,11 @@ from billfish.cli.formats import COLUMNS, format_rows
 from billfish.core.format import FORMATS
 from billfish.llm import grammar, grammar_process
 from billfish.quantizing.calibrate_checkpoint import TOKENS
+from billfish.serving.api import openai_responses
 from billfish.serving.api.chat import ChatBody
 from billfish.serving.api.completions import CompletionBody
 from billfish.serving.api.embeddings import MOST_TEXTS, EmbeddingBody
-from billfish.serving.api.request_bodies import Body, _accepted, _branches
+from billfish.serving.api.request_bodies import Body, accepted_words
 from billfish.serving.engine import grammar_compiler
 from billfish.serving.engine.requests import EngineCounts
 from billfish.serving.http import app, metrics
@@ -142,38 +143,37 @@ def size(count: int) -> str:
 
 # ---- the server -------------------------------------------------------------------------------------------------
 
-PATHS = {
-    "/v1/chat/completions": "the next message of a conversation, whole or streamed; tool calls; JSON",
-    "/v1/completions": "the continuation of prompts, without a chat template",
-    "/v1/embeddings": "a vector normalized to unit L2 norm for each text, as numbers or base64",
-    "/v1/models": "the model's name",
-    "/v1/models/{name:path}": "the same, for one name",
-    "/health": "200, or 503 while the server shuts down",
-    "/metrics": "counters for Prometheus",
-    "/": "a chat page in one file",
-}
 MEANING = {
-    "model": "the model's name; may be left out",
+    "model": "any name goes to the model; a header tells its name",
     "max_completion_tokens": "the same as `max_tokens`",
-    "max_tokens": "longest answer",
+    "max_tokens": "longest answer; -1 is as much as fits, 0 none",
     "temperature": "0 is greedy decoding",
-    "top_k": "0: all",
+    "top_k": "0 or -1: all",
+    "top_p": "0: the most likely token",
+    "seed": "-1 or none: a random one",
+    "suffix": "the text behind the answer, if the tokenizer has infill tokens",
+    "best_of": "so many are made, and the `n` most probable ones given",
+    "reasoning_effort": "sets `enable_thinking`, `thinking` and `reasoning_effort` of the template",
+    "structured_outputs": "vLLM's: `json` or `json_object`",
+    "json_schema": "llama.cpp's",
+    "guided_json": "vLLM's older field",
+    "continue_final_message": "the last message is the beginning of the answer",
     "logit_bias": "added to the logits of token ids",
     "n": "number of answers",
     "stop": "texts that end the answer and are not part of it",
     "stream": "server-sent events, the last is `[DONE]`",
     "stream_options": "`include_usage`: an event with the usage at the end",
-    "messages": "roles system, developer, user, assistant, tool; content is a text or parts of type text",
+    "messages": "roles system, developer, user, assistant, tool; content is a text or parts of type text; "
+    "`reasoning_content` or `reasoning` of an assistant",
     "prompt": "a text, token ids, or a list of either",
     "input": f"a text, token ids, or a list of up to {MOST_TEXTS} of either",
     "logprobs": "chat: true or false; completions: number of alternatives",
     "top_logprobs": "alternatives per token, with `logprobs`",
-    "tools": "functions, if the chat template supports them",
+    "tools": "functions; `strict` ones are held by a grammar",
     "tool_choice": "none, auto, required, or one function",
     "response_format": "text, json_object or json_schema",
-    "echo": "the prompt before its answer; not with `logprobs`",
-    "parallel_tool_calls": "only true",
-    "store": "only false",
+    "echo": "the prompt before its answer, with its `logprobs`",
+    "parallel_tool_calls": "false: at most one call",
     "chat_template_kwargs": "further variables for the chat template",
     "modalities": 'only ["text"]',
 }
@@ -182,24 +182,16 @@ MEANING = {
 def server_paths() -> str:
     routes = app.make_app(SimpleNamespace(), None).routes  # type: ignore[arg-type]
     named = [(min(route.methods - {"HEAD"}), route.path) for route in routes]
-    rows = [[f"`{method} {path.replace(':path', '')}`", PATHS[path]] for method, path in named]
+    abouts = [route.endpoint.about for route in routes]  # type: ignore[attr-defined]
+    rows = [
+        [f"`{method} {path.replace(':path', '')}`", about] for (method, path), about in zip(named, abouts, strict=True)
+    ]
     return table([["endpoint", "answers with"], *rows])
 
 
 def server_body() -> str:
     """What is wrong with a body that is too slow or too large."""
     return f"the body did not arrive within {app.BODY_SECONDS:g} s, or exceeds {app.BODY_BYTES >> 20} MiB"
-
-
-def accepted(body: type[Body], field: str) -> str:
-    """The types and limits of a field, in the words of the server's errors."""
-    schema = msgspec.json.schema(body)
-    properties = schema["$defs"][body.__name__]["properties"]
-    nodes = [
-        {key: node[key] for key in node if key not in ("properties", "additionalProperties")}
-        for node in _branches(properties[field], schema["$defs"])
-    ]
-    return _accepted(nodes)
 
 
 def default(body: type[Body], field: str) -> str:
@@ -215,7 +207,7 @@ def fields(*bodies: type[Body]) -> list[list[str]]:
     for field in dict.fromkeys(field for body in bodies for field in body.__struct_fields__):
         own = [body for body in bodies if field in body.__struct_fields__]
         places = ["yes" if body in own else "" for body in bodies] if len(bodies) > 1 else []
-        types = " / ".join(dict.fromkeys(accepted(body, field) for body in own))
+        types = " / ".join(dict.fromkeys(accepted_words(body, field) for body in own))
         rows.append([f"`{field}`", *places, types + default(own[0], field), MEANING.get(field, "")])
     return rows
 
@@ -235,6 +227,11 @@ def server_metrics() -> str:
     service: Any = SimpleNamespace(engine=SimpleNamespace(counts=lambda: none), first_tokens=0, first_token_seconds=0.0)
     found = re.findall(r"^# HELP (\w+) (.*)$", metrics.Metrics(service).text().decode(), re.MULTILINE)
     return table([["metric", "meaning"], *([f"`{name}`", about] for name, about in found)])
+
+
+def stored_responses() -> str:
+    """What /v1/responses keeps."""
+    return f"the last {openai_responses.MOST_STORED} answers, up to {openai_responses.MOST_BYTES >> 20} MiB of text,"
 
 
 def schema_limits() -> str:
@@ -258,6 +255,7 @@ CODE: dict[str, Callable[[], str]] = {
     "mixes": mixes,
     "statistics-sizes": statistics_sizes,
     "server-paths": server_paths,
+    "stored-responses": stored_responses,
     "server-body": server_body,
     "server-fields": server_fields,
     "embedding-fields": embedding_fields,

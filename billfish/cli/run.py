@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import secrets
 import stat
 import sys
 import time
@@ -21,6 +22,9 @@ from billfish.llm.drafting.draft_model import check_vocabulary
 from billfish.llm.generation import Generation
 from billfish.llm.kv_cache import Cache
 from billfish.llm.model import Model
+from billfish.llm.sampling_defaults import sampling_defaults, with_defaults
+
+SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,40 +74,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument(
         "--temperature",
         type=float,
-        default=0.0,
         metavar="T",
-        help="sampling temperature; 0 is greedy decoding (default: 0)",
+        help="sampling temperature; 0 is greedy decoding (default: what the model's files recommend, else 0.8)",
     )
     sampling.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens; 0 is all (default: 0)"
+        "--top-k",
+        type=int,
+        metavar="K",
+        help="keep the K most likely tokens; 0 is all (default: the model's recommendation, else 0)",
     )
     sampling.add_argument(
         "--top-p",
         type=float,
-        default=1.0,
         metavar="P",
-        help="nucleus sampling: keep the smallest set of tokens with total probability P (default: 1)",
+        help="nucleus sampling: keep the smallest set of tokens with total probability P (default: the model's "
+        "recommendation, else 0.95, or 1 with --temperature)",
     )
     sampling.add_argument(
         "--min-p",
         type=float,
-        default=0.0,
         metavar="P",
-        help="drop tokens less than P times as likely as the most likely one (default: 0)",
+        help="drop tokens less than P times as likely as the most likely one (default: the model's recommendation, "
+        "else 0)",
     )
     sampling.add_argument(
         "--repetition-penalty",
         type=float,
-        default=1.0,
         metavar="R",
-        help="lower the logits of tokens that occurred before by the factor R; 1 is off (default: 1)",
+        help="lower the logits of tokens that occurred before by the factor R; 1 is off (default: the model's "
+        "recommendation, else 1)",
     )
     sampling.add_argument(
         "--seed",
         type=int,
-        default=0,
         metavar="S",
-        help="random seed; the same seed gives the same answer; no effect at temperature 0 (default: 0)",
+        help="random seed; the same seed gives the same answer; no effect at temperature 0 (default: a random one)",
     )
 
 
@@ -234,16 +239,12 @@ def _generate(
     return model.stream(
         tokens,
         max_tokens=min(a.max_tokens, context - len(tokens) + 1) if a.context else a.max_tokens,
-        temperature=a.temperature,
-        top_k=a.top_k,
-        top_p=a.top_p,
-        min_p=a.min_p,
-        repetition_penalty=a.repetition_penalty,
-        seed=a.seed,
+        seed=secrets.randbits(32) if a.seed is None else a.seed,
         stop=a.stop,
         draft=a.draft,
         activations=a.activations,
         cache=cache,
+        **with_defaults(sampling_defaults(model), {name: getattr(a, name) for name in SETTINGS}),  # type: ignore[arg-type]
     )
 
 
@@ -285,8 +286,27 @@ def print_rates(answer: Generation, model: Model, context: int | None, first_tok
 HELP = """\
 /clear          start a new conversation
 /system TEXT    set the system message, and start a new conversation
+/regen          answer the last message again
+/save FILE      write the conversation to FILE, as JSON
 /exit           end the chat, as Ctrl-D does
+A line that ends with \\ goes on in the next one, and lines between two lines of \"\"\" are one message.
 Ctrl-C stops an answer. Anything else is sent to the model."""
+MARK = '"""'  # around a message of several lines
+
+
+def _message() -> str:
+    """What the user types: a line, lines that end with a backslash, or lines between marks."""
+    line = input("> ")
+    if line.strip() == MARK:
+        lines = []
+        while (line := input(". ")).strip() != MARK:
+            lines.append(line)
+        return "\n".join(lines).strip()
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(input(". "))
+    return "\n".join(lines).strip()
 
 
 class Chat:
@@ -303,7 +323,7 @@ class Chat:
         print(f"{self._model.config.name}. Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists the commands.")
         while True:
             try:
-                said = _check_text("what was typed", input("> ").strip())
+                said = _check_text("what was typed", _message())
             except (DataError, UnicodeDecodeError) as error:
                 print(f"billfish: {error}", file=sys.stderr)
                 continue
@@ -330,10 +350,37 @@ class Chat:
             self._start = [{"role": "system", "content": rest}] if rest else []
             self._messages = self._start
             print("Started a new conversation.")
+        elif word == "/regen":
+            self.answer_again()
+        elif word == "/save":
+            self.save(rest)
         elif word == "/help":
             print(HELP)
         else:
             print(f"unknown command {word}. /help lists all.")
+
+    def answer_again(self) -> None:
+        """Another answer to the last message."""
+        asked = [index for index, message in enumerate(self._messages) if message["role"] == "user"]
+        if not asked:
+            print("There is no message to answer yet.")
+            return
+        said = str(self._messages[asked[-1]]["content"])
+        self._messages = self._messages[: asked[-1]]
+        self.answer(said)
+
+    def save(self, path: str) -> None:
+        """Write the conversation to a file that does not exist yet."""
+        if not path:
+            print("/save needs the name of a file: /save chat.json")
+            return
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                json.dump(self._messages, file, ensure_ascii=False, indent=1)
+        except OSError as error:
+            print(f"cannot write {readable(path)}: {error.strerror}")
+            return
+        print(f"Wrote {len(self._messages)} messages to {readable(path)}.")
 
     def answer(self, said: str) -> None:
         """Print the answer to one message and remember both."""

@@ -59,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key-file", metavar="FILE", help="file of accepted API keys, one per line (default: none)"
     )
     parser.add_argument(
+        "--strict-fields",
+        action="store_true",
+        help="refuse requests with unknown fields instead of ignoring these (default: off)",
+    )
+    parser.add_argument(
         "--no-access-log", action="store_true", help="do not log a line for each request (default: off)"
     )
 
@@ -88,7 +93,8 @@ def run(arguments: argparse.Namespace) -> None:
             activations=arguments.activations,
         )
         name = arguments.alias or (model.path.stem if model.path.is_file() else model.path.name)
-        service = Service(engine, model, name)
+        service = Service(engine, model, name, strict_fields=arguments.strict_fields)
+        service.warm_up()
         bound = engine.counts().cache_bytes_bound / 1e6
         facts = f"{engine.streams} streams of {engine.context} tokens, KV cache of at most {bound:.0f} MB"
 

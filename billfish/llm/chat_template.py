@@ -34,7 +34,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, **tokens: str) -> None:
         """tokens: what the template may want to write, such as bos_token="<s>"."""
-        self._source, self._tokens = source, tokens
+        self.source, self._tokens = source, tokens
         self._process: TemplateProcess | None = None
         try:
             if not isinstance(source, str):
@@ -76,7 +76,7 @@ class ChatTemplate:
         """A process of this one that has compiled the template."""
         if self._process is None or not self._process.is_ours():
             process = _next_process()
-            process.ask(self._source)
+            process.ask(self.source)
             self._process = process
         return self._process
 

@@ -19,7 +19,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any
+from typing import Any, ClassVar
 
 SECONDS = 2  # of processor time for a request; a template of a model takes some milliseconds
 # For a request that is empty; and beyond that, for each byte of a request.
@@ -51,13 +51,23 @@ def main(folders: list[str]) -> None:
 def sandbox() -> Any:
     """What compiles templates, with the functions that models' templates call."""
     from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
+    class Generation(Extension):
+        """{% generation %} marks what a model has written, for training. It changes no text."""
+
+        tags: ClassVar = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception

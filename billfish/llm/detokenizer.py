@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
@@ -139,10 +139,11 @@ class Detokenizer:
     """Turns the tokens of one answer into pieces of text, and tells where the answer ends.
 
     stop: strings that end the answer and are not part of it. max_tokens: of the answer, at most.
+    shown: control tokens whose names are part of the text, such as marks of tool calls.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], max_tokens: int) -> None:
-        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], max_tokens: int, shown: Collection[int] = ()) -> None:
+        self._tokenizer, self._max_tokens, self._shown = tokenizer, max_tokens, shown
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = HeldText(stop)
         self._came = self._gone = 0  # characters of the answer, and those that have gone out
@@ -154,7 +155,8 @@ class Detokenizer:
         self._count += 1
         if token in self._tokenizer.ends:
             return self.end("stop")
-        data = self._tokenizer.piece_bytes(token)
+        shown = token in self._shown
+        data = self._tokenizer.pieces[token].encode() if shown else self._tokenizer.piece_bytes(token)
         text = self._characters.decode(data)
         described = self._described(token, data, sampler.scored)
         self._came += len(text)

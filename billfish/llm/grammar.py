@@ -32,12 +32,14 @@ LIMITS = {
     "members of an allOf": 10,
     "characters in names, patterns and values": 64_000,
 }
+LARK = grammar_process.LARK
 ANNOTATIONS = ("title", "description", "$comment")  # texts that no answer depends on
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must be, for any model. `schema` is a JSON schema, as a text."""
+    """What an answer must be, for any model. `schema` is a JSON schema, as a text, or a grammar of llguidance that
+    begins with `LARK`."""
 
     schema: str
 

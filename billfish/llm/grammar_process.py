@@ -27,6 +27,7 @@ WALL_SECONDS = 6
 MEMORY_BYTES = 64 * 2**20  # beyond the vocabulary
 STACK_BYTES = 4 * 2**20  # much less than the threads of the server have, which compile the schema after us
 ERROR_LENGTH = 500
+LARK = "%llguidance {}"  # what a grammar begins with that is no JSON schema
 Encode = Callable[[str], "list[int] | None"]
 # Bounded white space: small models would otherwise write it for ever. Unknown keywords are errors, and "x-guidance" in
 # a schema cannot change that.
@@ -74,8 +75,12 @@ def tried(library: Any, tokenizer: Any, connection: socket.socket) -> dict[str, 
 
 
 def build(library: Any, tokenizer: Any, schema: str) -> Any:
-    """An LLMatcher for a schema, with its first mask computed. Raises ValueError for a schema that cannot be used."""
-    source = library.LLMatcher.grammar_from_json_schema(schema, overrides=OPTIONS)
+    """An LLMatcher for a schema or a grammar, with its first mask computed. Raises ValueError for what cannot be
+    used."""
+    if schema.startswith(LARK):
+        source = library.LLMatcher.grammar_from_lark(schema)
+    else:
+        source = library.LLMatcher.grammar_from_json_schema(schema, overrides=OPTIONS)
     limits = library.LLParserLimits(verbose_errors=False)
     matcher = library.LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if not matcher.is_error():

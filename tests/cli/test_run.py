@@ -40,13 +40,13 @@ def bare(tmp_path_factory):
 
 
 def test_json_is_alone_on_standard_output(path, capsys):
-    assert main(["run", str(path), "-p", "ab", "-n", "3", "--json"]) == 0
+    assert main(["run", str(path), "-p", "ab", "-n", "3", "--json", "--seed", "1"]) == 0
     captured = capsys.readouterr()
     found = json.loads(captured.out)
     assert captured.out.count("\n") == 1
     assert found["finish_reason"] == "length"
     assert found["generated_tokens"] == 3
-    main(["run", str(path), "-p", "ab", "-n", "3"])
+    main(["run", str(path), "-p", "ab", "-n", "3", "--seed", "1"])
     assert capsys.readouterr().out == found["text"] + "\n"
 
 
@@ -98,7 +98,7 @@ def test_a_model_without_a_template_wants_raw(bare, capsys):
 def test_a_raw_chat_continues_each_line_as_it_is(path, capsys):
     """With a template in the file, too."""
     model = load(path)
-    chat = run.Chat(model, parser_of("run").parse_args(["-n", "2", "--raw"]))
+    chat = run.Chat(model, parser_of("run").parse_args(["-n", "2", "--raw", "--temperature", "0"]))
     chat.answer("ab")
     expected = "".join(model.generate("ab", max_tokens=2, raw=True))
     assert capsys.readouterr().out == expected + "\n"
@@ -143,7 +143,7 @@ def test_help_names_every_command(path, monkeypatch, capsys):
     talk = Talk(path, monkeypatch, "/help")
     shown = capsys.readouterr().out
     assert talk.messages == [("system", "old")]
-    for command in ("/clear", "/system TEXT", "/exit", "Ctrl-C"):
+    for command in ("/clear", "/system TEXT", "/regen", "/save FILE", "/exit", "Ctrl-C", '"""'):
         assert command in shown
 
 
@@ -154,6 +154,53 @@ def test_an_unknown_command_is_not_said_to_the_model(path, monkeypatch, capsys):
     assert "/help" in shown
     assert talk.messages == [("system", "old")]
     assert ("user", "/usr/bin ab") in Talk(path, monkeypatch, "/usr/bin ab").messages
+
+
+def test_messages_of_several_lines(path, monkeypatch):
+    talk = Talk(path, monkeypatch, "a\\\\".replace("\\\\", "\\"), "b", '"""', "c", "", "d", '"""')
+    assert [content for role, content in talk.messages if role == "user"] == ["a\nb", "c\n\nd"]
+
+
+def test_regen_answers_the_last_message_again(path, monkeypatch, capsys):
+    talk = Talk(path, monkeypatch, "/regen", "ab", "ba", "/regen")
+    assert [role for role, _ in talk.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert talk.messages[3] == ("user", "ba")
+    shown = capsys.readouterr()
+    assert "no message" in shown.out
+    assert shown.err.count("answer 2 tokens") == 3
+
+
+def test_save_writes_the_conversation_once(path, monkeypatch, capsys, tmp_path):
+    file = tmp_path / "chat.json"
+    talk = Talk(path, monkeypatch, "ab", f"/save {file}", f"/save {file}", "/save")
+    assert [(each["role"], each["content"]) for each in json.loads(file.read_text())] == talk.messages
+    shown = capsys.readouterr().out
+    assert "3 messages" in shown
+    assert "cannot write" in shown
+    assert "needs the name" in shown
+
+
+def test_defaults_are_what_the_models_files_recommend(path):
+    from types import SimpleNamespace
+
+    from billfish.llm.sampling_defaults import USUAL, sampling_defaults, with_defaults
+
+    model = load(path)
+    assert sampling_defaults(model) == USUAL == {"temperature": 0.8, "top_p": 0.95}
+    folder = path.parent / "recommends"
+    folder.mkdir()
+    fake = SimpleNamespace(path=folder, source=SimpleNamespace(fields={}))
+    assert sampling_defaults(fake) == USUAL
+    for said, found in (
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}),
+        ({"do_sample": False}, {"temperature": 0.0}),
+        ({"temperature": "hot", "top_p": 7, "top_k": -1}, {"top_k": 0}),
+        ([1], USUAL),
+    ):
+        (folder / "generation_config.json").write_text(json.dumps(said))
+        assert sampling_defaults(fake) == found
+    assert with_defaults(USUAL, {"temperature": 0.5}) == {"temperature": 0.5}
+    assert with_defaults({"top_k": 20}, {"temperature": 0.5, "top_p": None}) == {"top_k": 20, "temperature": 0.5}
 
 
 def test_exit_ends_the_chat(path, monkeypatch):
@@ -285,7 +332,7 @@ def test_the_context_bounds_prompt_and_answer(path, capsys):
 
 
 def test_a_stop_text_ends_the_answer_before_it(path, capsys):
-    words = ["run", str(path), "-p", "ab", "-n", "12", "--json"]
+    words = ["run", str(path), "-p", "ab", "-n", "12", "--json", "--temperature", "0"]
     assert main(words) == 0
     whole = json.loads(capsys.readouterr().out)["text"]
     stop = next(character for character in whole[1:] if character != whole[0])

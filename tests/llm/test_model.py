@@ -119,7 +119,7 @@ def test_a_conversation_is_not_computed_twice(model):
 
 
 def test_run_prints_one_line_of_json_and_nothing_else(capfd):
-    assert main(["run", "-p", FRANCE, "--json"]) == 0
+    assert main(["run", "-p", FRANCE, "--json", "--temperature", "0"]) == 0
     captured = capfd.readouterr()
     assert captured.err == ""
     assert captured.out.count("\n") == 1
@@ -148,8 +148,9 @@ def test_make_demo_answers_paris():
     """What `make demo` runs once it has installed things."""
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     command = next(line for line in makefile.splitlines() if "billfish run" in line)
-    assert command == f'\t$(BIN)/billfish run -p "{FRANCE}"'
-    ran = subprocess.run([sys.executable, "-m", "billfish", "run", "-p", FRANCE], capture_output=True, text=True)
+    assert command == f'\t$(BIN)/billfish run --temperature 0 -p "{FRANCE}"'
+    command = [sys.executable, "-m", "billfish", "run", "--temperature", "0", "-p", FRANCE]
+    ran = subprocess.run(command, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (0, "The capital of France is Paris.\n")
     assert "prompt 37 tokens" in ran.stderr
     assert "threads" in ran.stderr

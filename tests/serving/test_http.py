@@ -9,14 +9,13 @@ import re
 import signal
 import socket
 import sys
-import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import pytest
 from llm_models import Small, write_model
-from serving_http import TOOLS_TEMPLATE, Running, process, serving, until
+from serving_http import TOOLS_TEMPLATE, Running, process, send, serving, until
 
 from billfish.cli import serve
 from billfish.cli.main import main
@@ -47,19 +46,6 @@ def server(folder):
         yield running
 
 
-def send(url: str, path: str, body: object = None, method: str = "POST", **headers: str) -> tuple[int, dict, object]:
-    """Status, headers and JSON of an answer. A body of bytes goes as it is."""
-    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-    named = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
-    request = urllib.request.Request(url + path, data, named, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, dict(answer.headers), json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, dict(error.headers), json.loads(error.read())
-
-
 def refused(server: Running, path: str, body: object, status: int = 400) -> dict[str, object]:
     """The error, in OpenAI's shape."""
     code, _, answer = send(server.url, path, body)
@@ -78,24 +64,22 @@ def refused(server: Running, path: str, body: object, status: int = 400) -> dict
         ("temperature", "hot", ['"hot"', "number", "from 0 to 2"]),
         ("temperature", 2.1, ["2.1", "from 0 to 2"]),
         ("temperature", True, ["true", "from 0 to 2"]),
-        ("top_p", 0, ["is 0", "above 0", "to 1"]),
         ("min_p", -1, ["-1", "from 0 to 1"]),
+        ("top_p", -0.1, ["-0.1", "from 0 to 1"]),
         ("top_k", 1.5, ["1.5", "integer"]),
-        ("top_k", 262, ["262", "from 0 to 261"]),
+        ("max_tokens", -2, ["-2", "integer from -1"]),
+        ("tool_choice", "required", ["tools"]),
+        ("reasoning_effort", "much", ['"much"', "low", "high"]),
         ("presence_penalty", 3, ["3", "from -2 to 2"]),
         ("frequency_penalty", [], ["a list of 0", "from -2 to 2"]),
         ("repetition_penalty", 0, ["above 0", "to 10"]),
-        ("max_tokens", 0, ["is 0", "integer from 1"]),
-        ("max_tokens", 129, ["129", "from 1 to 128"]),
         ("max_completion_tokens", "5", ['"5"', "integer"]),
         ("n", 10**30, ["from 1 to 6"]),
         ("n", 7, ["7", "from 1 to 6"]),
-        ("seed", -1, ["-1", "integer from 0"]),
         ("stop", [""], ["1 to 1000 characters"]),
         ("stop", "x" * 1001, ["1 to 1000 characters"]),
         ("stop", ["x"] * 17, ["a list of 17", "at most 16"]),
         ("stream", 1, ["is 1", "true or false"]),
-        ("stream_options", {"include_usage": True}, ['"stream": true']),
         ("logit_bias", {"261": 1}, ["tokens from 0 to 260"]),
         ("logit_bias", {"x": 1}, ["tokens from 0 to 260"]),
         ("logit_bias", {"5": 101}, ["from -100 to 100"]),
@@ -105,17 +89,11 @@ def refused(server: Running, path: str, body: object, status: int = 400) -> dict
         ("response_format", "json", ['"json"', "an object", "type"]),
         ("response_format", {"type": "xml"}, ['"xml"', "text", "json_object", "json_schema"]),
         ("response_format", {"type": "json_schema"}, ["missing", "schema"]),
-        ("response_format", {"type": "text", "json_schema": {"schema": {}}}, ["Unknown field"]),
         ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}, ["odd"]),
-        ("tools", [], ["a list of 0", "at least 1"]),
         ("tools", [{"type": "search"}], ['"search"', "function"]),
-        ("tools", [{"type": "function", "function": {"name": "a b"}}], ['"a b"', "{1,64}"]),
-        ("tools", [TOOL], ["chat template"]),
+        ("tools", [{"type": "function", "function": {"name": "a b"}}], ['"a b"', "{1,128}"]),
         ("tools", [TOOL, TOOL], ["same name"]),
-        ("tool_choice", "auto", ["tools"]),
-        ("parallel_tool_calls", False, ["false", "true"]),
         ("modalities", ["audio"], ["text"]),
-        ("store", True, ["true", "false"]),
         ("messages", [], ["at least 1"]),
         ("messages", None, ["missing", "at least 1"]),
         ("messages", ["ab"], ['"ab"', "an object", "role"]),
@@ -125,8 +103,6 @@ def refused(server: Running, path: str, body: object, status: int = 400) -> dict
         ("messages", [{"content": "ab"}], ["messages[0].role", "missing", "developer", "user"]),
         ("messages", [{"role": "tool", "content": "ab"}], ["tool_call_id", "missing"]),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "text": ""}]}], ['"image_url"', "text"]),
-        ("messages", [{"role": "user", "content": "ab", "name": "x"}], ["messages[0].name", "Unknown field"]),
-        ("messages", [{"role": "tool", "content": "ab", "tool_call_id": "x"}], ["chat template"]),
         ("messages", [{"role": "user", "content": "ab"}] * 129, ["129 messages", "128 tokens"]),
     ],
 )
@@ -137,20 +113,12 @@ def test_a_field_that_is_wrong_is_named(server, field, value, facts):
     assert error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("field", ["user", "audio", "prediction", "reasoning_effort", "temprature", "functions"])
-def test_a_field_that_is_not_served_is_refused_by_name(server, field):
-    error = refused(server, CHAT, {"messages": MESSAGES, field: "x"})
-    assert (error["param"], error["code"]) == (field, "unsupported_field")
-    assert f"Unknown field {field}." in error["message"]
-    assert "top_logprobs" in error["message"]
-    assert ("Did you mean 'temperature'?" in error["message"]) == (field == "temprature")
-    inside = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", field: 1}]}]}
-    assert refused(server, CHAT, inside)["param"] == f"messages[0].content[0].{field}"
-
-
-@pytest.mark.parametrize("name", ["x" * 3_000_000, "x` - at `$.model", "", "a\nb", "$", "messages[0]"])
+@pytest.mark.parametrize("name", ["x" * 3_000_000, "x` - at `$.model", "", "a\nb", "$", "messages[0]", "é"])
 def test_names_of_unknown_fields_may_be_anything(server, name):
-    assert refused(server, CHAT, {"messages": MESSAGES, name: 1})["type"] == "invalid_request_error"
+    code, headers, _ = send(server.url, CHAT, {"messages": MESSAGES, "max_tokens": 1, name: 1})
+    assert code == 200
+    assert len(headers["x-billfish-ignored"]) < 200
+    assert headers["x-billfish-ignored"].isascii()
 
 
 @pytest.mark.parametrize(
@@ -167,10 +135,10 @@ def test_a_name_twice_is_refused(server, body, param):
 
 def test_fields_of_completions_and_embeddings(server):
     for path, body, param, *facts in (
-        (COMPLETIONS, {"prompt": "ab", "suffix": "b"}, "suffix", "Unknown field"),
-        (COMPLETIONS, {"prompt": "ab", "best_of": 2}, "best_of", "is 2", "1"),
-        (COMPLETIONS, {"prompt": "ab", "logprobs": 6}, "logprobs", "an integer from 0 to 5"),
-        (COMPLETIONS, {"prompt": "ab", "logprobs": 1, "echo": True}, "echo", "logprobs"),
+        (COMPLETIONS, {"prompt": "ab", "suffix": "b"}, "suffix", "infill"),
+        (COMPLETIONS, {"prompt": "ab", "best_of": 1, "n": 2}, "best_of", "is 1", "2"),
+        (COMPLETIONS, {"prompt": "ab", "best_of": 2, "stream": True}, "best_of", "stream"),
+        (COMPLETIONS, {"prompt": "ab", "logprobs": 21}, "logprobs", "an integer from 0 to 20"),
         (COMPLETIONS, {}, "prompt", "a string"),
         (COMPLETIONS, {"prompt": []}, "prompt", "a string"),
         (COMPLETIONS, {"prompt": [[]]}, "prompt[0]", "at least one token"),
@@ -272,6 +240,15 @@ def test_paths_methods_and_types(server):
     assert send(server.url, "/health", None, "GET")[::2] == (200, {"status": "ok"})
 
 
+def test_only_browsers_must_send_a_content_type(server):
+    """Some programs send none. A page of another site may send none as well, but the browser tells its origin."""
+    for headers, status in (({}, 200), ({"Origin": "http://other"}, 415), ({"Sec-Fetch-Site": "cross-site"}, 415)):
+        connection = http.client.HTTPConnection(urlsplit(server.url).netloc)
+        connection.request("POST", COMPLETIONS, b'{"prompt": "ab", "max_tokens": 1}', headers)
+        assert connection.getresponse().status == status
+        connection.close()
+
+
 def test_metrics_are_what_prometheus_reads(server):
     send(server.url, COMPLETIONS, {"prompt": "ab", "max_tokens": 2})
     with urllib.request.urlopen(server.url + "/metrics") as answer:
@@ -291,12 +268,10 @@ def test_a_model_without_a_template_has_completions_alone(folder):
         assert send(server.url, COMPLETIONS, {"prompt": "ab", "max_tokens": 1})[0] == 200
 
 
-def test_tools_and_a_format_are_not_both_served(folder):
+def test_choices_and_calls_that_are_wrong(folder):
     with serving(folder / "tools.gguf", streams=1) as server:
-        body = {"messages": MESSAGES, "tools": [TOOL], "response_format": {"type": "json_object"}}
-        assert refused(server, CHAT, body)["param"] == "response_format"
         body = {"messages": MESSAGES, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}
-        assert refused(server, CHAT, body)["param"] == "tool_choice.function.name"
+        assert refused(server, CHAT, body)["param"] == "tool_choice"
         bad = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "[1]"}}
         body = {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [bad]}]}
         assert refused(server, CHAT, body)["param"] == "messages[1].tool_calls[0].function.arguments"

@@ -72,6 +72,7 @@ def idle(driver: object) -> bool:
 def asked(server: object, monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
     """The messages of the requests that come."""
     rendered = server.model.template.render
+    assert server.service.syntax  # which is derived by rendering, too
     seen: list[list[dict[str, str]]] = []
     monkeypatch.setattr(
         server.model.template, "render", lambda messages, tools=None: seen.append(messages) or rendered(messages, tools)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,11 +47,13 @@ class Running:
 
 
 @contextmanager
-def serving(path: Path, *, keys: list[str] | None = None, **options: Any) -> Iterator[Running]:
+def serving(
+    path: Path, *, keys: list[str] | None = None, strict_fields: bool = False, **options: Any
+) -> Iterator[Running]:
     """A server on a free port. options: the engine's."""
     model = load(path, progress=False)
     engine = Engine(model, **{"activations": "exact", **options})
-    service = Service(engine, model, path.stem)
+    service = Service(engine, model, path.stem, strict_fields=strict_fields)
     server = Server(service, Keys(keys or []))
     with listen("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))
@@ -75,6 +80,27 @@ def process(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             yield started, found[0]
         finally:
             started.kill()
+
+
+def send(url: str, path: str, body: object = None, method: str = "POST", **headers: str) -> tuple[int, dict, Any]:
+    """Status, headers and JSON of an answer. A body of bytes goes as it is."""
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    named = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    request = urllib.request.Request(url + path, data, named, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, dict(answer.headers), json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, dict(error.headers), json.loads(error.read())
+
+
+def events(url: str, path: str, body: object) -> list[Any]:
+    """The JSON of all events, or lines, of a stream."""
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.read().decode().splitlines()]
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def until(condition: Any, seconds: float = 30.0) -> None:

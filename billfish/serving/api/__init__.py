@@ -1,1 +1,1 @@
-"""OpenAI's API: what clients ask, checked and turned into requests to the engine, and answers in its JSON."""
+"""APIs of OpenAI, Anthropic and Ollama, a file for each: all translate to one conversation and one stream of events."""

@@ -2,42 +2,58 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from billfish.llm.chat_template import RESERVED
-from billfish.llm.detokenizer import MOST_ALTERNATIVES, Piece, Token
-from billfish.llm.grammar import json_object, json_schema
-from billfish.serving.api.request_bodies import Body, Options, Positive, only, refuse, too_long, wrong
-from billfish.serving.api.responses import Asked, Choice, Written, schema_errors, written
+from billfish.llm.conversation.answer_grammar import Function
+from billfish.llm.conversation.events import Call, CallArguments, CallBegin, Event, Text, Thought
+from billfish.llm.detokenizer import MOST_ALTERNATIVES, Token
+from billfish.serving.api.answering import Asked, Choice, Format, Usage, event
+from billfish.serving.api.conversation import Conversation, ToolChoice, Turn, call_of, prepare
+from billfish.serving.api.logprobs import Logprobs
+from billfish.serving.api.request_bodies import Body, Refusal, refuse
 from billfish.serving.api.service import Service
-from billfish.serving.api.tool_calls import Call, Form, Tool, ToolChoice, read_tools
+from billfish.serving.api.settings import HARMLESS, UNSUPPORTED, AtMost, Effort, Options
+
+DONE = b"data: [DONE]\n\n"
+FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}\Z")]
 
 
-class TextPart(Body):
-    type: Literal["text"]
+class TextPart(Body, tag_field="type", tag="text"):
+    harmless: ClassVar = frozenset({"cache_control", "annotations"})
     text: str
+
+
+class RefusalPart(Body, tag_field="type", tag="refusal"):
+    refusal: str
+
+
+class ThinkingPart(Body, tag_field="type", tag="thinking"):
+    thinking: str
 
 
 class CalledFunction(Body):
     name: str
-    arguments: str  # a JSON object
+    arguments: str | dict[str, Any] = "{}"  # a JSON object
 
 
 class ToolCall(Body):
-    type: Literal["function"]
+    harmless: ClassVar = frozenset({"index"})
     function: CalledFunction
+    type: Literal["function"] = "function"
     id: str | None = None
 
 
-Content = str | list[TextPart]
+Content = str | list[TextPart | RefusalPart | ThinkingPart]
 
 
 class System(Body, tag_field="role", tag="system"):
     content: Content
+    name: str | None = None
 
 
 class Developer(System, tag="developer"):  # OpenAI's newer word for system, which templates do not know
@@ -49,8 +65,13 @@ class User(System, tag="user"):
 
 
 class Assistant(Body, tag_field="role", tag="assistant"):
+    harmless: ClassVar = frozenset({"refusal", "annotations", "audio"})
+    unsupported: ClassVar = {"function_call": ()}
     content: Content | None = None
     tool_calls: list[ToolCall] = []
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ToolResult(Body, tag_field="role", tag="tool"):
@@ -60,6 +81,27 @@ class ToolResult(Body, tag_field="role", tag="tool"):
 
 
 Message = System | Developer | User | Assistant | ToolResult
+
+
+class OfferedFunction(Body):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class Tool(Body):
+    function: OfferedFunction
+    type: Literal["function"] = "function"
+
+
+class NameOnly(Body):
+    name: str
+
+
+class NamedTool(Body):
+    function: NameOnly
+    type: Literal["function"] = "function"
 
 
 class JsonSchema(Body):
@@ -74,145 +116,236 @@ class TextFormat(Body, tag_field="type", tag="text"):
 
 
 class JsonFormat(Body, tag_field="type", tag="json_object"):
-    pass
+    schema: dict[str, Any] | None = None  # llama.cpp's server takes it here
 
 
 class SchemaFormat(Body, tag_field="type", tag="json_schema"):
     json_schema: JsonSchema
 
 
+class StructuredOutputs(Body):
+    """vLLM's field."""
+
+    unsupported: ClassVar = {"regex": (), "grammar": (), "structural_tag": (), "choice": ()}
+    json: dict[str, Any] | None = None
+    json_object: bool = False
+
+
+ResponseFormat = TextFormat | JsonFormat | SchemaFormat
+
+
 class ChatBody(Options, kw_only=True):
-    prefix, kind, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    harmless: ClassVar = HARMLESS | {"verbosity", "echo", "modalities_config"}
+    unsupported: ClassVar = {
+        **UNSUPPORTED,
+        "functions": ([],),
+        "function_call": (),
+        "audio": (),
+        "web_search_options": (),
+    }
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: Positive | None = None
+    max_completion_tokens: AtMost | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_ALTERNATIVES)] | None = None
-    tools: Annotated[list[Tool], Meta(min_length=1)] = []
-    tool_choice: ToolChoice | None = None
+    tools: list[Tool] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
-    response_format: TextFormat | JsonFormat | SchemaFormat | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    json_schema: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] = {}
-    modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] = []
-    store: bool = False
+    continue_final_message: bool = False
+    modalities: list[Literal["text"]] = []
 
 
 def read_chat(service: Service, body: ChatBody) -> Asked:
     """What a client asks."""
-    service.check_name(body.model)
-    body.check(service.limits)
-    if body.max_tokens is not None and body.max_completion_tokens is not None:
-        message = "max_tokens and max_completion_tokens mean the same. Send one of them."
-        raise refuse("max_completion_tokens", message)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise refuse("top_logprobs", 'top_logprobs needs "logprobs": true.')
-    only("parallel_tool_calls", body.parallel_tool_calls, True)
-    only("store", body.store, False)
-    if len(body.messages) > service.limits.context:  # each has a token at least
-        raise too_long("messages", f"{len(body.messages)} messages", service.limits)
-    messages = [_read_message(f"messages[{index}]", message) for index, message in enumerate(body.messages)]
-    tools, schema = read_tools(body.tools, body.tool_choice), None
-    if isinstance(body.response_format, JsonFormat):
-        schema = (json_object(), "response_format")
-    if isinstance(body.response_format, SchemaFormat):
-        field = "response_format.json_schema.schema"
-        with schema_errors(field):
-            schema = (json_schema(body.response_format.json_schema.schema), field)
-    if tools is not None and schema is not None:
-        raise refuse("response_format", "response_format and tools exclude each other. Send one of them.")
-
-    template, form, opening = service.template(), None, ""
-    if tools is not None or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
-        form = service.form
-        if form is None:
-            message = "The chat template of this model does not support tools, or not in a form that is known here."
-            raise refuse("messages" if tools is None else "tools", message)
-    if tools is not None and tools.forced and form is not None:  # the prompt ends where the call's JSON begins
-        with schema_errors("tools"):
-            opening, schema = form.opening, (json_schema(tools.schema(form)), "tools")
-    if reserved := RESERVED.intersection(body.chat_template_kwargs):
-        raise wrong("chat_template_kwargs", ", ".join(sorted(reserved)), "variables that have no field of their own")
-    definitions = None if tools is None else tools.definitions
-    text = template.render(messages, definitions, **body.chat_template_kwargs)
-    prompt = service.encode("messages", text + opening)
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
-    requests = body.requests("messages", prompt, service.limits, alternatives)
-    form = None if tools is None else form
-    choices = [ChatChoice(form, opening, written(service, alternatives)) for _ in requests]
-    return Asked(body, requests, choices, schema=schema)
+    format = ChatFormat(service, body.stream, body.include_usage, alternatives is not None)
+    return prepare(service, conversation_of(body, alternatives), format)
 
 
-def _read_message(place: str, message: Message) -> dict[str, Any]:
-    """What the template gets. Arguments of calls become objects, as templates write JSON themselves."""
-    role, content = message.__struct_config__.tag, message.content
-    text = content if isinstance(content, str) else "".join(part.text for part in content or [])
-    made: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
+def conversation_of(body: ChatBody, alternatives: int | None = None) -> Conversation:
+    """The same for all APIs."""
+    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    goes_on = body.continue_final_message
+    if goes_on and not isinstance(body.messages[-1], Assistant):
+        raise refuse("continue_final_message", "continue_final_message needs a last message of the assistant.")
+    return Conversation(
+        [turn_of(f"messages[{index}]", message) for index, message in enumerate(body.messages)],
+        body.settings(most, alternatives),
+        functions=[function_of(tool.function) for tool in body.tools],
+        choice=choice_of(body.tool_choice),
+        parallel=body.parallel_tool_calls,
+        schema=_schema_of(body),
+        effort=body.reasoning_effort,
+        variables=body.chat_template_kwargs,
+        goes_on=goes_on,
+    )
+
+
+def function_of(offered: OfferedFunction) -> Function:
+    """The same for all APIs."""
+    return Function(offered.name, offered.parameters, offered.description, offered.strict)
+
+
+def choice_of(choice: str | NamedTool | None) -> ToolChoice:
+    """A mode, or a name that is no mode."""
+    if isinstance(choice, NamedTool):
+        return ToolChoice("required", choice.function.name)
+    return ToolChoice(choice or "auto")  # type: ignore[arg-type]  # msgspec has checked it
+
+
+def _schema_of(body: ChatBody) -> tuple[dict[str, Any], str] | None:
+    given = [schema_of(body.response_format)]
+    if body.structured_outputs is not None:
+        kept = body.structured_outputs
+        any_object = {"type": "object"} if kept.json_object else None
+        given.append(_placed(kept.json if kept.json is not None else any_object, "structured_outputs.json"))
+    given += [_placed(body.json_schema, "json_schema"), _placed(body.guided_json, "guided_json")]
+    return next((each for each in given if each is not None), None)
+
+
+def _placed(schema: dict[str, Any] | None, place: str) -> tuple[dict[str, Any], str] | None:
+    return None if schema is None else (schema, place)
+
+
+def schema_of(format: ResponseFormat | None) -> tuple[dict[str, Any], str] | None:
+    """The schema of an answer, and the field that has it."""
+    if isinstance(format, JsonFormat):
+        return format.schema or {"type": "object"}, "response_format"
+    if isinstance(format, SchemaFormat):
+        return format.json_schema.schema, "response_format.json_schema.schema"
+    return None
+
+
+def turn_of(place: str, message: Message) -> Turn:
+    """The same for all APIs."""
+    role, content = str(message.__struct_config__.tag), message.content
+    text, thought = text_of(content), ""
     if isinstance(message, ToolResult):
-        made["tool_call_id"] = message.tool_call_id
-        made |= {} if message.name is None else {"name": message.name}
-    if isinstance(message, Assistant):
-        if content is None and not message.tool_calls:
-            problem = f"{place} has neither content nor tool_calls. Send a string, or a list of parts of type text."
-            raise refuse(f"{place}.content", problem)
-        calls = [_read_call(f"{place}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)]
-        made |= {"tool_calls": calls} if calls else {}
+        return Turn("tool", text, result_of=message.tool_call_id, name=message.name)
+    if not isinstance(message, Assistant):
+        return Turn("system" if role == "developer" else role, text, name=message.name)
+    if isinstance(content, list):
+        thought = "".join(part.thinking for part in content if isinstance(part, ThinkingPart))
+    calls = [
+        _call(f"{place}.tool_calls[{index}].function.arguments", call) for index, call in enumerate(message.tool_calls)
+    ]
+    thought = message.reasoning_content or message.reasoning or thought
+    if content is None and not calls and not thought:
+        problem = f"{place} has neither content nor tool_calls. Send a string, or a list of parts of type text."
+        raise refuse(f"{place}.content", problem)
+    return Turn("assistant", text, thought, tuple(calls), name=message.name)
+
+
+def text_of(content: Content | None) -> str:
+    """All text of a content. Parts of a message are one text."""
+    if isinstance(content, str):
+        return content
+    parts = [part.text if isinstance(part, TextPart) else getattr(part, "refusal", "") for part in content or []]
+    return "".join(parts)
+
+
+def _call(place: str, call: ToolCall) -> Call:
+    return call_of(place, call.id, call.function.name, call.function.arguments)
+
+
+# ---- answers ----------------------------------------------------------------------------------------------------
+
+
+class ChatFormat(Format):
+    """OpenAI's chat completions."""
+
+    def __init__(self, service: Service, stream: bool, include_usage: bool, with_logprobs: bool) -> None:
+        super().__init__(stream)
+        self._head = head_of("chatcmpl", service.name)
+        self._include_usage = include_usage
+        self._logprobs = Logprobs(service.model.tokenizer.pieces) if with_logprobs else None
+
+    def begin(self, choices: Sequence[Choice], prompt_tokens: int) -> bytes:
+        start = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk(index, start) for index in range(len(choices)))
+
+    def step(self, index: int, choice: Choice, events: Sequence[Event], tokens: Sequence[Token]) -> bytes:
+        tokens = tokens if self._logprobs is not None else ()
+        deltas = list(deltas_of(events)) or ([{"content": ""}] if tokens else [])
+        data = [self._chunk(index, delta, () if at else tokens) for at, delta in enumerate(deltas)]
+        if choice.finish_reason is not None:
+            data.append(self._chunk(index, {}, finish_reason=choice.finish_reason))
+        return b"".join(data)
+
+    def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        last = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage_of(usage)}
+        return (event(last) if self._include_usage else b"") + DONE
+
+    def failed(self, refusal: Refusal) -> bytes:
+        return event(refusal.body())
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> object:
+        made = [
+            {
+                "index": index,
+                "message": message_of(choice),
+                "logprobs": None if self._logprobs is None else self._logprobs.of_chat(choice.tokens),
+                "finish_reason": choice.finish_reason,
+            }
+            for index, choice in enumerate(choices)
+        ]
+        return {**self._head, "object": "chat.completion", "choices": made, "usage": usage_of(usage)}
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], tokens: Sequence[Token] = (), finish_reason: str | None = None
+    ) -> bytes:
+        found = self._logprobs.of_chat(tokens) if tokens and self._logprobs is not None else None
+        choice = {"index": index, "delta": delta, "logprobs": found, "finish_reason": finish_reason}
+        usage = {"usage": None} if self._include_usage else {}
+        return event({**self._head, "object": "chat.completion.chunk", **usage, "choices": [choice]})
+
+
+def message_of(choice: Choice) -> dict[str, Any]:
+    """A whole message. Thoughts have two names: older clients read the one, newer ones the other."""
+    said = choice.message
+    made: dict[str, Any] = {"role": "assistant", "content": said.text if said.text or not said.calls else None}
+    if said.thought:
+        made |= {"reasoning_content": said.thought, "reasoning": said.thought}
+    if said.calls:
+        made["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in said.calls
+        ]
     return made
 
 
-def _read_call(place: str, call: ToolCall) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise wrong(f"{place}.function.arguments", call.function.arguments, "a JSON object in a string")
-    made = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-    return made if call.id is None else {"id": call.id, **made}
+def deltas_of(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+    """What a stream says of events."""
+    for each in events:
+        if isinstance(each, Text):
+            yield {"content": each.text}
+        elif isinstance(each, Thought):
+            yield {"reasoning_content": each.text, "reasoning": each.text}
+        elif isinstance(each, CallBegin):
+            function = {"name": each.name, "arguments": ""}
+            yield {"tool_calls": [{"index": each.index, "id": each.id, "type": "function", "function": function}]}
+        elif isinstance(each, CallArguments):
+            yield {"tool_calls": [{"index": each.index, "function": {"arguments": each.text}}]}
 
 
-class ChatChoice(Choice):
-    """The assistant's message. form: how it writes calls, where there is something to call. opening: what of a call is
-    in the prompt already. written: how tokens are told, if they are."""
+def head_of(prefix: str, name: str) -> dict[str, Any]:
+    """What every answer and event of OpenAI's has."""
+    return {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
 
-    def __init__(self, form: Form | None, opening: str, written: Written | None) -> None:
-        self._reader = None if form is None else form.reader()
-        if self._reader is not None:
-            list(self._reader.read(opening))
-        self._texts: list[str] = []
-        self._calls: list[Call] = []
-        self._written, self._tokens = written, list[Token]()
 
-    def first(self) -> dict[str, Any]:
-        return self._chunk({"role": "assistant", "content": ""})
-
-    def take(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        deltas = list(self._deltas([piece.text] if self._reader is None else self._reader.read(piece.text)))
-        tokens = () if self._written is None else piece.tokens
-        self._tokens += tokens
-        for index, delta in enumerate(deltas or [{"content": ""}] if tokens else deltas):
-            yield self._chunk(delta, () if index else tokens)
-        if piece.finished:
-            if self._reader is not None:
-                yield from map(self._chunk, self._deltas(self._reader.finish()))
-            self.finish_reason = "tool_calls" if self._calls and piece.finished == "stop" else piece.finished
-            yield self._chunk({})
-
-    def whole(self) -> dict[str, Any]:
-        text = "".join(self._texts)
-        message: dict[str, Any] = {"role": "assistant", "content": text if text or not self._calls else None}
-        if self._calls:
-            message["tool_calls"] = [call.record() for call in self._calls]
-        found = None if self._written is None else self._written.of_chat(self._tokens)
-        return {"message": message, "logprobs": found, "finish_reason": self.finish_reason}
-
-    def _deltas(self, found: Iterable[str | Call]) -> Iterator[dict[str, Any]]:
-        for part in found:
-            if isinstance(part, Call):
-                yield {"tool_calls": [{"index": len(self._calls), **part.record()}]}
-                self._calls.append(part)
-            elif part:
-                yield {"content": part}
-                self._texts.append(part)
-
-    def _chunk(self, delta: dict[str, Any], tokens: tuple[Token, ...] = ()) -> dict[str, Any]:
-        found = self._written.of_chat(tokens) if tokens and self._written is not None else None
-        return {"delta": delta, "logprobs": found, "finish_reason": self.finish_reason}
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """OpenAI's."""
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.thought},
+    }

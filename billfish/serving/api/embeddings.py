@@ -1,22 +1,26 @@
-"""/v1/embeddings: a vector for each text."""
+"""Vectors of texts: /v1/embeddings, and /v1/rerank, which compares documents with a query by them."""
 
 from __future__ import annotations
 
 import base64
-from typing import Any, Literal
+import time
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from starlette.types import ASGIApp, Receive
 
-from billfish.serving.api.request_bodies import Body, only
-from billfish.serving.api.responses import json_response, refusals, while_there
+from billfish.serving.api.answering import json_response, refusals, while_there
+from billfish.serving.api.request_bodies import Body, only, refuse, wrong
 from billfish.serving.api.service import Prompt, Service
+from billfish.serving.api.settings import Positive
 
 MOST_TEXTS = 2048  # OpenAI's limit
 
 
 class EmbeddingBody(Body):
+    harmless: ClassVar = frozenset({"user", "metadata", "input_type", "priority"})
+    unsupported: ClassVar = {"truncate_prompt_tokens": (), "embd_normalize": (2,), "normalize": (True,)}
     model: str | None = None
     input: str | list[Any] = []
     encoding_format: Literal["float", "base64"] = "float"
@@ -25,17 +29,21 @@ class EmbeddingBody(Body):
 
 def read_embeddings(service: Service, body: EmbeddingBody) -> list[Prompt]:
     """The texts."""
-    service.check_name(body.model)
     if body.dimensions is not None:
         only("dimensions", body.dimensions, service.model.config.hidden)
     return service.prompts("input", body.input, most=MOST_TEXTS, special=False)
 
 
-async def embeddings(service: Service, body: EmbeddingBody, texts: list[Prompt], receive: Receive) -> ASGIApp:
-    """The vectors."""
+async def vectors_of(service: Service, texts: list[Prompt], receive: Receive) -> list[NDArray[np.float32]]:
+    """A vector for each text."""
     with refusals():
         future = await service.read(service.engine.embed, [text.tokens for text in texts])  # it may wait for the engine
-    vectors = await while_there(future, receive)
+    return await while_there(future, receive)
+
+
+async def embeddings(service: Service, body: EmbeddingBody, texts: list[Prompt], receive: Receive) -> ASGIApp:
+    """The vectors, as OpenAI has them."""
+    vectors = await vectors_of(service, texts, receive)
     encode = _base64 if body.encoding_format == "base64" else np.ndarray.tolist
     data = [{"object": "embedding", "index": i, "embedding": encode(vector)} for i, vector in enumerate(vectors)]
     count = sum(len(text.tokens) for text in texts)
@@ -45,3 +53,50 @@ async def embeddings(service: Service, body: EmbeddingBody, texts: list[Prompt],
 
 def _base64(vector: NDArray[np.float32]) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+class Document(Body):
+    text: str
+
+
+class RerankBody(Body):
+    harmless: ClassVar = frozenset({"user", "max_chunks_per_doc", "max_tokens_per_doc", "priority"})
+    query: str
+    documents: list[str | Document]
+    model: str | None = None
+    top_n: Positive | None = None
+    return_documents: bool = True
+
+
+def read_rerank(service: Service, body: RerankBody) -> list[Prompt]:
+    """The query, then the documents."""
+    if not body.documents:
+        raise refuse("documents", "documents is empty; expected at least one text.")
+    if len(body.documents) >= MOST_TEXTS:
+        raise wrong("documents", f"a list of {len(body.documents)}", f"at most {MOST_TEXTS - 1}")
+    query = service.prompts("query", body.query, most=1, special=False)
+    return query + service.prompts("documents", _texts(body), most=MOST_TEXTS, special=False)
+
+
+def _texts(body: RerankBody) -> list[Any]:
+    return [each if isinstance(each, str) else each.text for each in body.documents]
+
+
+async def rerank(service: Service, body: RerankBody, texts: list[Prompt], receive: Receive) -> ASGIApp:
+    """Documents by their likeness to the query: the cosine of their vectors."""
+    started = time.perf_counter()
+    query, *documents = await vectors_of(service, texts, receive)
+    scores = [float(query @ document) for document in documents]
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or len(scores)]
+    results = [
+        {
+            "index": index,
+            "relevance_score": scores[index],
+            **({"document": {"text": texts[index + 1].text}} if body.return_documents else {}),
+        }
+        for index in best
+    ]
+    count = sum(len(text.tokens) for text in texts)
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    took = {"seconds": round(time.perf_counter() - started, 4)}
+    return json_response({"object": "list", "model": service.name, "results": results, "usage": usage, "meta": took})

@@ -1,5 +1,9 @@
 """JSON bodies of requests: parsed, checked against types, and refused with the field's name and what it accepts.
 
+A field is honoured (it has a type below), ignored because it changes no answer (`harmless`), refused because it would
+change the answer in a way that is not supported (`unsupported`), or unknown: then it is ignored, too, and told to the
+client in a header, or refused with `--strict-fields`.
+
 msgspec checks the types: pydantic would add 0.2 s to the start of `billfish serve`.
 """
 
@@ -7,22 +11,16 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, ClassVar, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
-from msgspec import Meta
 
 from billfish.core.errors import BillfishError, did_you_mean, readable
-from billfish.llm.detokenizer import LONGEST_STOP, MOST_STOPS
-from billfish.llm.sampler import Sampling
-from billfish.serving.engine.requests import Request
 
 KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-LARGEST_SEED = 2**63 - 1
 LONGEST_NAME = 64  # characters of an unknown field that are compared with known ones
 TYPES = {
     "number": "a number",
@@ -42,7 +40,8 @@ LIMIT_WORDS = {
     "maxLength": " to {} characters",
     "pattern": " that matches {}",
 }
-SCHEMAS = ("schema", "parameters")  # fields that hold JSON schemas, where null is a value
+SCHEMAS = ("schema", "parameters", "input_schema", "arguments", "input")  # hold JSON, where null is a value
+MOST_NAMES = 20  # of ignored fields that a header tells
 
 
 class Refusal(BillfishError):
@@ -85,20 +84,15 @@ def shown(value: object) -> str:
 # ---- types ----------------------------------------------------------------------------------------------------------
 
 
-class Body(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A JSON object. A field that it does not have is refused. null is as good as no field."""
+class Body(msgspec.Struct, omit_defaults=True):
+    """A JSON object. null is as good as no field.
 
+    harmless: further fields that change no answer, and are ignored. unsupported: those that would change it, with the
+    values that they may have.
+    """
 
-class StreamOptions(Body):
-    include_usage: bool = False
-    include_obfuscation: bool = False
-
-
-Whole = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
 
 @dataclass(frozen=True)
@@ -110,69 +104,6 @@ class Limits:
     model_context: int
     vocabulary: int
     answers: int
-
-
-class Options(Body):
-    """The fields that chats and completions share: how to sample, when to stop, how to answer.
-
-    prefix: of an answer's id. kind, chunk: OpenAI's words for an answer, and for an event of a stream.
-    """
-
-    prefix: ClassVar[str]
-    kind: ClassVar[str]
-    chunk: ClassVar[str]
-    model: str | None = None
-    max_tokens: Positive | None = None
-    seed: Whole | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Whole = 0
-    min_p: Share = 0.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] = {}
-    n: Positive = 1
-    stop: Stop | Annotated[list[Stop], Meta(max_length=MOST_STOPS)] = []
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-
-    def check(self, limits: Limits) -> None:
-        """Raises for what depends on the model, and for fields that contradict each other."""
-        for name, least, most in (
-            ("max_tokens", 1, limits.context),
-            ("max_completion_tokens", 1, limits.context),
-            ("top_k", 0, limits.vocabulary),
-            ("n", 1, limits.answers),
-            ("seed", 0, LARGEST_SEED - limits.answers),
-        ):
-            value = getattr(self, name, None)
-            if value is not None and value > most:
-                raise wrong(name, value, f"an integer from {least} to {most}")
-        for token in self.logit_bias:
-            if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < limits.vocabulary):
-                message = f"logit_bias has the token {token!r}; expected tokens from 0 to {limits.vocabulary - 1}."
-                raise refuse(f"logit_bias.{token}", message)
-        if self.stream_options is not None:
-            if not self.stream:
-                raise refuse("stream_options", 'stream_options needs "stream": true.')
-            only("stream_options.include_obfuscation", self.stream_options.include_obfuscation, False)
-
-    def requests(self, field: str, prompt: list[int], limits: Limits, logprobs: int | None) -> list[Request]:
-        """One request for each answer to a prompt; seeds are seed, seed + 1, ... field: where the prompt came from."""
-        room = limits.context - len(prompt) + 1
-        if room < 1:
-            raise too_long(field, f"{len(prompt)} tokens", limits)
-        most = getattr(self, "max_completion_tokens", None) or self.max_tokens or room
-        seed = secrets.randbits(48) if self.seed is None else self.seed
-        bias = {int(token): value for token, value in self.logit_bias.items()}
-        same = {each.name: getattr(self, each.name) for each in fields(Sampling)}
-        sampling = Sampling(**same | {"seed": seed, "logit_bias": bias})
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        return [
-            Request(prompt, min(most, room), replace(sampling, seed=seed + index), stop, logprobs)
-            for index in range(self.n)
-        ]
 
 
 def only(field: str, value: object, accepted: object) -> None:
@@ -194,21 +125,61 @@ def too_long(field: str, size: str, limits: Limits) -> Refusal:
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-def parse(body: bytes, kind: type[AnyBody]) -> AnyBody:
-    """A request's body. Raises Refusal for anything else."""
+def parse(body: bytes, kind: type[AnyBody], *, strict: bool = False) -> tuple[AnyBody, list[str]]:
+    """A request's body, and the names of fields that are not known. strict: they are refused.
+
+    Raises Refusal for anything that is no such body.
+    """
     try:
         text = body.decode()
         value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
         _drop_nulls(value)
-        return msgspec.convert(value, kind)
+        read = msgspec.convert(value, kind)
     except RecursionError:
         raise refuse("body", "The body is JSON that is nested too deeply.") from None
     except msgspec.ValidationError as error:
         raise _refusal(str(error), value, kind) from None
     except ValueError as error:  # what json raises, and a UnicodeError
         raise refuse("body", f"The body is not a JSON object in UTF-8: {error}.") from None
+    unknown = dict[str, None]()
+    for place, name, given, owner in _others(value, read, ""):
+        if name in owner.unsupported:
+            accepted = owner.unsupported[name]
+            if given not in accepted:
+                only_if = f"; expected {', or '.join(map(shown, accepted))}" if accepted else ""
+                message = f"{readable(place)} is not supported by this server: it is {readable(shown(given))}{only_if}."
+                raise refuse(place, message, "unsupported_field")
+        elif name not in owner.harmless:
+            if strict:
+                known = owner.__struct_encode_fields__
+                message = f"Unknown field {readable(place)}.{did_you_mean(name[:LONGEST_NAME], known)}"
+                raise refuse(place, f"{message} The fields are {', '.join(known)}.", "unsupported_field")
+            unknown[re.sub(r"\[\d+\]", "[]", place)] = None
+    return read, list(unknown)
+
+
+def _others(value: Any, read: Any, place: str) -> Iterator[tuple[str, str, Any, type[Body]]]:
+    """Fields that have no type: place, name, value, and the type of the object that they are in."""
+    if isinstance(read, Body) and isinstance(value, dict):
+        names = dict(zip(read.__struct_encode_fields__, read.__struct_fields__, strict=True))
+        for name, each in value.items():
+            where = f"{place}.{name}".lstrip(".")
+            if name in names:
+                yield from _others(each, getattr(read, names[name]), where)
+            elif name != read.__struct_config__.tag_field:
+                yield where, name, each, type(read)
+    elif isinstance(read, list) and isinstance(value, list):
+        for index, (each, made) in enumerate(zip(value, read, strict=True)):
+            if isinstance(made, (Body, list)):
+                yield from _others(each, made, f"{place}[{index}]")
+
+
+def header_of(names: list[str]) -> str:
+    """The names of ignored fields, as a header has them."""
+    told = [re.sub(r"[^\x21-\x7e]", "?", readable(name, LONGEST_NAME)) for name in names[:MOST_NAMES]]
+    return ", ".join([*told, *(["..."] if len(names) > MOST_NAMES else [])])
 
 
 def _no_constant(name: str) -> None:
@@ -250,11 +221,6 @@ def _refusal(message: str, value: Any, kind: type[Body]) -> Refusal:
     if missing := re.match(r"Object missing required field `(\w+)`", message):
         field = f"{place}.{missing[1]}".lstrip(".")
         return refuse(field, f"{field} is missing; expected {_accepted(known[missing[1]])}.")
-    if isinstance(value, dict) and (found := re.match(r"Object contains unknown field `(.*?)`", message, re.DOTALL)):
-        name = next((name for name in value if name.startswith(found[1]) and name not in known), found[1])
-        hint = did_you_mean(name[:LONGEST_NAME], known) if name not in known else ""
-        field = readable(f"{place}.{name}".lstrip("."))
-        return refuse(field, f"Unknown field {field}.{hint} The fields are {', '.join(known)}.", "unsupported_field")
     return wrong(place or "body", shown(value), _accepted(nodes))
 
 
@@ -278,3 +244,14 @@ def _accepted(nodes: Iterable[dict[str, Any]]) -> str:
         what += f" of values: {_accepted([node['additionalProperties']])}" if node.get("additionalProperties") else ""
         words.append(what)
     return ", or ".join(dict.fromkeys(words))
+
+
+def accepted_words(body: type[Body], field: str) -> str:
+    """The types and limits of a field, in the words of errors."""
+    schema = msgspec.json.schema(body)
+    properties = schema["$defs"][body.__name__]["properties"]
+    nodes = [
+        {key: node[key] for key in node if key not in ("properties", "additionalProperties")}
+        for node in _branches(properties[field], schema["$defs"])
+    ]
+    return _accepted(nodes)

@@ -5,24 +5,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
+from billfish.checkpoints.tokenizer.tokenizer import CONTROL
 from billfish.core.errors import readable
 from billfish.llm.chat_template import ChatTemplate
+from billfish.llm.conversation.derive import derive
+from billfish.llm.conversation.syntax import ChatSyntax
 from billfish.llm.detokenizer import Piece
 from billfish.llm.model import Model
+from billfish.llm.sampling_defaults import sampling_defaults
 from billfish.serving.api.request_bodies import Limits, Refusal, refuse, shown, too_long, wrong
-from billfish.serving.api.tool_calls import Form, form_of
 from billfish.serving.engine.engine import Engine
 
 Result = TypeVar("Result")
 READERS = 2  # threads that parse bodies and encode prompts: a large one does not keep all others waiting
 MOST_ANSWERS = 128  # to one request
+LOG = logging.getLogger("billfish.serving")
+MOST_TOLD = 1000  # names of ignored fields that are logged, each once
+# Tokens of infill, by their names: before the text, before what follows it, and before what is between them.
+INFILL = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+)
 
 
 class Prompt(NamedTuple):
@@ -58,13 +73,17 @@ class Mailbox:
 class Service:
     """One model behind an engine. name: what requests call it."""
 
-    def __init__(self, engine: Engine, model: Model, name: str) -> None:
-        self.engine, self.model, self.name = engine, model, name
+    def __init__(self, engine: Engine, model: Model, name: str, *, strict_fields: bool = False) -> None:
+        """strict_fields: unknown fields of a body are refused."""
+        self.engine, self.model, self.name, self.strict_fields = engine, model, name, strict_fields
         vocabulary = min(model.config.vocabulary, len(model.tokenizer.pieces))  # matrices may have more rows
         answers = min(engine.streams + engine.queue_limit, MOST_ANSWERS)
         self.limits = Limits(engine.context, model.config.context, vocabulary, answers)
         self.first_tokens, self.first_token_seconds = 0, 0.0  # how many there were, and after how long together
         self.closing = False
+        self.stored: Any = None  # answers of /v1/responses, for those that go on with them
+        self._told = set[str]()
+        self._deriving = threading.Lock()
         self._since = int(time.time())
         self._readers = ThreadPoolExecutor(READERS, "billfish-reader")
 
@@ -77,10 +96,55 @@ class Service:
         """The result of a function that takes long, outside of the loop."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
 
+    @property
+    def syntax(self) -> ChatSyntax:
+        """How the model's chat template writes thoughts and calls of functions."""
+        with self._deriving:  # it takes a while: no two threads do it
+            return self._syntax
+
     @cached_property
-    def form(self) -> Form | None:
-        """How the model's chat template writes calls of functions, if it does."""
-        return None if self.model.template is None else form_of(self.model.template)
+    def _syntax(self) -> ChatSyntax:
+        return ChatSyntax() if self.model.template is None else derive(self.model.template)
+
+    @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        """Control tokens by their names."""
+        tokenizer = self.model.tokenizer
+        kinds = enumerate(tokenizer.kinds[: self.limits.vocabulary])
+        return {tokenizer.pieces[token]: token for token, kind in kinds if kind == CONTROL}
+
+    @cached_property
+    def marks(self) -> frozenset[int]:
+        """Control tokens that mark thoughts and calls. They are part of the text that is read."""
+        names = self.syntax.mark_texts()
+        ends = self.model.tokenizer.ends
+        found = {token for name, token in self.control_tokens.items() if name and any(name in text for text in names)}
+        return frozenset(found - set(ends))
+
+    @cached_property
+    def defaults(self) -> dict[str, float]:
+        """Sampling settings of requests that have none."""
+        return sampling_defaults(self.model)
+
+    @cached_property
+    def infill(self) -> tuple[int, int, int] | None:
+        """The tokens before a text, before what follows it, and before what is between them, if the model has them."""
+        known = {piece: token for token, piece in enumerate(self.model.tokenizer.pieces[: self.limits.vocabulary])}
+        for first, second, third in INFILL:
+            if first in known and second in known and third in known:
+                return known[first], known[second], known[third]
+        return None
+
+    def warm_up(self) -> None:
+        """Find out what the first chat needs, beside the loop."""
+        self._readers.submit(lambda: self.marks)
+
+    def tell_ignored(self, path: str, names: Sequence[str]) -> None:
+        """Log the names of ignored fields, each once."""
+        new = [name for name in names if f"{path} {name}" not in self._told]
+        if new and len(self._told) < MOST_TOLD:
+            self._told.update(f"{path} {name}" for name in new)
+            LOG.warning("%s: ignored unknown fields: %s", path, readable(", ".join(new), 500))
 
     @cached_property
     def _longest(self) -> int:
@@ -92,20 +156,25 @@ class Service:
         self.first_tokens += 1
         self.first_token_seconds += seconds
 
-    def template(self) -> ChatTemplate:
+    def template(self, place: str = "messages") -> ChatTemplate:
         """The model's; raises if it has none."""
         if self.model.template is None:
-            raise refuse("messages", "This model has no chat template. Send a prompt to /v1/completions.")
+            raise refuse(place, "This model has no chat template. Send a prompt to /v1/completions.")
         return self.model.template
 
-    def encode(self, field: str, text: str, *, special: bool = True) -> list[int]:
+    def check_length(self, field: str, turns: Sequence[object]) -> None:
+        """Raises for more messages than the context has tokens: each has a token at least."""
+        if len(turns) > self.limits.context:
+            raise too_long(field, f"{len(turns)} messages", self.limits)
+
+    def encode(self, field: str, text: str, *, special: bool = True, start: bool = True) -> list[int]:
         """The tokens of a text. One that cannot fit is refused before it is encoded, which takes long.
 
-        special: as in :meth:`billfish.checkpoints.tokenizer.tokenizer.Tokenizer.encode`.
+        special, start: as in :meth:`billfish.checkpoints.tokenizer.tokenizer.Tokenizer.encode`.
         """
         if len(text) > self.limits.context * self._longest:
             raise too_long(field, f"{len(text)} characters", self.limits)
-        return self.model.tokenizer.encode(text, special=special)
+        return self.model.tokenizer.encode(text, special=special, start=start)
 
     def prompts(self, field: str, value: str | list[Any], *, most: int, special: bool = True) -> list[Prompt]:
         """Of a field that holds a text, texts, tokens, or lists of tokens. They are counted before they are encoded,
@@ -137,9 +206,13 @@ class Service:
             raise too_long(place, f"{len(prompt.tokens)} tokens", self.limits)
         return prompt if prompt.text else Prompt(prompt.tokens, self.model.tokenizer.decode(prompt.tokens))
 
-    def check_name(self, name: str | None) -> None:
-        """Raises 404 for the name of another model. Without one, this one is meant."""
-        if name is not None and name != self.name:
+    def is_named(self, name: str | None) -> bool:
+        """Whether a request means this model. Without a name it does."""
+        return name is None or name in (self.name, f"{self.name}:latest")  # Ollama's clients add a version
+
+    def check_name(self, name: str) -> None:
+        """Raises 404 for the name of another model."""
+        if not self.is_named(name):
             shown_name = readable(json.dumps(name, ensure_ascii=False))
             message = f"There is no model {shown_name}. This server has {json.dumps(self.name, ensure_ascii=False)}."
             raise Refusal(404, message, "model", "model_not_found")

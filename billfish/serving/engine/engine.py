@@ -22,8 +22,9 @@ from billfish.core.errors import DataError, ModelError, bad_argument, explained,
 from billfish.core.typing import Activations
 from billfish.llm.grammar import CompiledGrammar, Grammar, Vocabulary
 from billfish.llm.model import Model
+from billfish.llm.sampler import Scored
 from billfish.serving.engine.grammar_compiler import GrammarCompiler, start_thread
-from billfish.serving.engine.jobs import Answer, Embedding, Job, OnPiece
+from billfish.serving.engine.jobs import Answer, Embedding, Job, OnPiece, Scoring
 from billfish.serving.engine.kv_slots import SMALLEST, Slots, cuts_for
 from billfish.serving.engine.requests import EngineCounts, QueueFull, Request, ServerClosing, Ticket
 from billfish.serving.engine.scheduler import is_being_read, share_out
@@ -106,6 +107,15 @@ class Engine:
         for text in texts:
             self._check(text)
         job = Embedding(texts, self.model)
+        self._put(job)
+        return job.future
+
+    def score(self, texts: Sequence[list[int]], alternatives: int) -> Future[list[list[list[Scored]]]]:
+        """For each text and each of its tokens but the first, the token and the best `alternatives` with their log
+        probabilities. Otherwise as `embed`."""
+        for text in texts:
+            self._check(text)
+        job = Scoring(texts, self.model, alternatives)
         self._put(job)
         return job.future
 

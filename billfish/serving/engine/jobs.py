@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from billfish.core.errors import BillfishError
 from billfish.llm.detokenizer import Detokenizer, Piece
 from billfish.llm.grammar import Matcher
 from billfish.llm.model import Model
-from billfish.llm.sampler import RequestSampler
+from billfish.llm.sampler import RequestSampler, Scored, with_best
 from billfish.serving.engine.kv_slots import Cuts, Slot, cuts_for
 from billfish.serving.engine.requests import Request, Ticket
 
@@ -87,7 +88,7 @@ class Answer(Job):
         self.sampler = RequestSampler(request.sampling, request.prompt, matcher, request.logprobs)
         self._on_piece = on_piece
         most = min(request.max_tokens, context - len(request.prompt) + 1)
-        self._detokenizer = Detokenizer(tokenizer, request.stop, most)
+        self._detokenizer = Detokenizer(tokenizer, request.stop, most, request.shown)
         self._last: int | None = None  # the token that was chosen last
         self.waits_for: tuple[Answer, int] | None = None  # who computes so many tokens of the same prompt
 
@@ -138,10 +139,10 @@ class Embedding(Job):
 
     def __init__(self, texts: Sequence[list[int]], model: Model) -> None:
         super().__init__(texts[0], cuts_for(model.decoder, model.decoder.exact))
-        self.future: Future[list[NDArray[np.float32]]] = Future()
+        self.future: Future[list[Any]] = Future()
         self.between_texts = False
         self._texts, self._model = texts, model
-        self._vectors, self._hidden = list[NDArray[np.float32]](), list[NDArray[np.float32]]()
+        self._vectors, self._hidden = list[Any](), list[NDArray[np.float32]]()
 
     @property
     def cancelled(self) -> bool:
@@ -156,12 +157,16 @@ class Embedding(Job):
         self._hidden.append(decoder.run([(self.slot.cache, self.tokens(count))], decoder.exact))
         if self.left:
             return
-        self._vectors.append(self._model.pool(np.concatenate(self._hidden)))
+        self._vectors.append(self._result(np.concatenate(self._hidden)))
         self._hidden = []
         if len(self._vectors) == len(self._texts):
             self.end("stop")
         else:
             self.prompt, self.between_texts = self._texts[len(self._vectors)], True
+
+    def _result(self, hidden: NDArray[np.float32]) -> Any:
+        """What a text's hidden states [tokens, hidden] become."""
+        return self._model.pool(hidden)
 
     def end(self, reason: str, error: str = "") -> None:
         self.finished, self._error = self.finished or reason, error
@@ -175,3 +180,21 @@ class Embedding(Job):
             self.future.set_exception(BillfishError(self._error))
         else:
             self.future.set_result(self._vectors)
+
+
+class Scoring(Embedding):
+    """Prompts whose own log probabilities are asked for: for each token but the first, the token and the best ones."""
+
+    ROWS = 64  # whose logits are computed at once
+
+    def __init__(self, texts: Sequence[list[int]], model: Model, alternatives: int) -> None:
+        super().__init__(texts, model)
+        self._alternatives = alternatives
+
+    def _result(self, hidden: NDArray[np.float32]) -> list[list[Scored]]:
+        decoder, found = self._model.decoder, list[list[Scored]]()
+        for start in range(0, len(hidden) - 1, self.ROWS):
+            logits = decoder.logits(hidden[start : min(start + self.ROWS, len(hidden) - 1)], decoder.exact)
+            following = self.prompt[start + 1 : start + 1 + len(logits)]
+            found += [with_best(row, token, self._alternatives) for row, token in zip(logits, following, strict=True)]
+        return found

@@ -31,7 +31,7 @@ class Request:
     prompt: token ids. max_tokens: of the answer, at most. stop: texts that end the answer; none of their text is given
     out. logprobs: so many alternatives for each token; 0 is the chosen one alone, None no probabilities at all.
     grammar: what the whole answer must be; `Engine.compile` makes it. An answer that `max_tokens` cuts may be only the
-    beginning of that.
+    beginning of that. shown: control tokens whose names are part of the text.
     """
 
     prompt: list[int]
@@ -40,6 +40,7 @@ class Request:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     grammar: CompiledGrammar | None = None
+    shown: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

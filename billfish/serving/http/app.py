@@ -11,6 +11,8 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,46 +24,102 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from billfish.core.errors import DataError, ModelError, readable
+from billfish.serving.api import anthropic, ollama, openai_responses, tokens
+from billfish.serving.api.answering import Asked, ClientGone, json_response, respond
 from billfish.serving.api.chat import ChatBody, read_chat
 from billfish.serving.api.completions import CompletionBody, read_completions
-from billfish.serving.api.embeddings import EmbeddingBody, embeddings, read_embeddings
-from billfish.serving.api.request_bodies import AnyBody, Refusal, parse
-from billfish.serving.api.responses import Asked, ClientGone, json_response, respond
+from billfish.serving.api.embeddings import (
+    EmbeddingBody,
+    RerankBody,
+    embeddings,
+    read_embeddings,
+    read_rerank,
+    rerank,
+    vectors_of,
+)
+from billfish.serving.api.request_bodies import AnyBody, Body, Refusal, header_of, parse
 from billfish.serving.api.service import Service
 from billfish.serving.http.keys import Keys
 from billfish.serving.http.metrics import CONTENT_TYPE, Metrics
+from billfish.serving.http.openapi import description, description_page
 
 LOG, ACCESS = logging.getLogger("billfish.serving"), logging.getLogger("billfish.access")
 BODY_BYTES = 8 * 2**20
 BODY_SECONDS = 60.0  # to send a body in
-MODELS = "/v1/models"
+MODELS, RESPONSES = "/v1/models", "/v1/responses"
 PAGE = Path(__file__).with_name("page.html")
 
 Handle = Callable[[HttpRequest], Awaitable[ASGIApp]]
+ErrorBody = Callable[[Refusal], dict[str, Any]]
 
 
 def make_app(service: Service, keys: Keys, *, access_log: bool = False) -> Starlette:
     """What uvicorn runs. The page and /health are for everybody, all else for those who have a key."""
     metrics = Metrics(service)
+    routes = list[Route]()
 
-    def route(path: str, handle: Handle, method: str = "GET", open: bool = False) -> Route:
-        return Route(path, Endpoint(path, metrics, Keys([]) if open else keys, handle), methods=[method])
+    def add(
+        path: str,
+        about: str,
+        handle: Handle,
+        method: str = "GET",
+        *,
+        body: type[Body] | None = None,
+        errors: ErrorBody = Refusal.body,
+        open: bool = False,
+    ) -> None:
+        endpoint = Endpoint(path, metrics, Keys([]) if open else keys, handle, errors, about, body)
+        routes.append(Route(path, endpoint, methods=[method]))
 
-    def generating(kind: type[AnyBody], read: Callable[[Service, AnyBody], Asked]) -> Handle:
+    async def read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
+        """The body. Fields that are ignored, and the name of another model, are told in headers."""
+        data = await read_body(request)
+        body, ignored = await service.read(lambda: parse(data, kind, strict=service.strict_fields))
+        request.state.headers = headers = list[tuple[bytes, bytes]]()
+        if ignored:
+            service.tell_ignored(request.url.path, ignored)
+            headers.append((b"x-billfish-ignored", header_of(ignored).encode()))
+        if not service.is_named(getattr(body, "model", None)):
+            headers.append((b"x-billfish-model", quote(service.name).encode()))
+        return body
+
+    def generating(kind: type[AnyBody], ask: Callable[[Service, AnyBody], Asked]) -> Handle:
         async def handle(request: HttpRequest) -> ASGIApp:
-            body = await read_body(request)
-            asked = await service.read(lambda: read(service, parse(body, kind)))
+            body = await read(request, kind)
+            asked = await service.read(ask, service, body)
             request.state.tokens = asked.tokens
             return await respond(service, asked, request.receive)
 
         return handle
 
+    def telling(kind: type[AnyBody], tell: Callable[[Service, AnyBody], dict[str, Any]]) -> Handle:
+        async def handle(request: HttpRequest) -> ASGIApp:
+            body = await read(request, kind)
+            return json_response(await service.read(tell, service, body))
+
+        return handle
+
     async def embed(request: HttpRequest) -> ASGIApp:
-        body = await read_body(request)
-        asked = await service.read(parse, body, EmbeddingBody)
-        texts = await service.read(read_embeddings, service, asked)
+        body = await read(request, EmbeddingBody)
+        texts = await service.read(read_embeddings, service, body)
         request.state.tokens = lambda: (sum(len(text.tokens) for text in texts), 0)
-        return await embeddings(service, asked, texts, request.receive)
+        return await embeddings(service, body, texts, request.receive)
+
+    async def rank(request: HttpRequest) -> ASGIApp:
+        body = await read(request, RerankBody)
+        texts = await service.read(read_rerank, service, body)
+        request.state.tokens = lambda: (sum(len(text.tokens) for text in texts), 0)
+        return await rerank(service, body, texts, request.receive)
+
+    async def embed_for_ollama(request: HttpRequest) -> ASGIApp:
+        body = await read(request, ollama.EmbedBody)
+        given = body.input if body.prompt is None else body.prompt
+        texts = await service.read(read_embeddings, service, EmbeddingBody(input=given, dimensions=body.dimensions))
+        vectors = [vector.tolist() for vector in await vectors_of(service, texts, request.receive)]
+        count = sum(len(text.tokens) for text in texts)
+        if body.prompt is not None:
+            return json_response({"embedding": vectors[0]})
+        return json_response({"model": service.name, "embeddings": vectors, "prompt_eval_count": count})
 
     async def list_models(request: HttpRequest) -> ASGIApp:
         return json_response({"object": "list", "data": [service.record()]})
@@ -69,6 +127,21 @@ def make_app(service: Service, keys: Keys, *, access_log: bool = False) -> Starl
     async def one_model(request: HttpRequest) -> ASGIApp:
         service.check_name(request.path_params["name"])
         return json_response(service.record())
+
+    async def one_response(request: HttpRequest) -> ASGIApp:
+        _, answer = openai_responses.stored(service).get(request.path_params["id"], "response_id")
+        return json_response(answer)
+
+    async def delete_response(request: HttpRequest) -> ASGIApp:
+        name = request.path_params["id"]
+        openai_responses.stored(service).remove(name)
+        return json_response({"id": name, "object": "response", "deleted": True})
+
+    async def list_for_ollama(request: HttpRequest) -> ASGIApp:
+        return json_response({"models": [ollama.model_record(service)]})
+
+    async def version(request: HttpRequest) -> ASGIApp:
+        return json_response({"version": ollama.VERSION})
 
     async def health(request: HttpRequest) -> ASGIApp:
         status = "closing" if service.closing else "ok" if service.engine.is_alive else "failed"
@@ -80,17 +153,73 @@ def make_app(service: Service, keys: Keys, *, access_log: bool = False) -> Starl
     async def chat_page(request: HttpRequest) -> ASGIApp:
         return page()
 
+    async def openapi(request: HttpRequest) -> ASGIApp:
+        return json_response(description(routes))
+
+    async def openapi_page(request: HttpRequest) -> ASGIApp:
+        return description_page(routes)
+
+    add("/", "a chat page in one file", chat_page, open=True)
+    add("/health", "200, or 503 while the server shuts down", health, open=True)
+    add("/metrics", "counters for Prometheus", watch)
+    add("/openapi.json", "the request bodies as OpenAPI", openapi, open=True)
+    add("/docs", "the same as a page", openapi_page, open=True)
+    add(MODELS, "the model's name", list_models)
+    add(MODELS + "/{name:path}", "the same, for one name", one_model)
+    for path, about, kind, ask in (
+        (
+            "/v1/chat/completions",
+            "the next message of a conversation, whole or streamed; thoughts, tool calls, JSON",
+            ChatBody,
+            read_chat,
+        ),
+        ("/v1/completions", "the continuation of prompts, without a chat template", CompletionBody, read_completions),
+        (
+            RESPONSES,
+            "OpenAI's newer API: the same as items; goes on with an earlier response",
+            openai_responses.ResponsesBody,
+            openai_responses.read_responses,
+        ),
+    ):
+        add(path, about, generating(kind, ask), "POST", body=kind)  # type: ignore[arg-type]
+    add(RESPONSES + "/{id}", "a response that is kept in memory", one_response)
+    add(RESPONSES + "/{id}", "forgets it", delete_response, "DELETE")
+    about = "a vector normalized to unit L2 norm for each text, as numbers or base64"
+    add("/v1/embeddings", about, embed, "POST", body=EmbeddingBody)
+    add("/v1/rerank", "documents by the cosine of their vectors with the query's", rank, "POST", body=RerankBody)
+    messages, shape = anthropic.MessagesBody, anthropic.error_body
+    handle = generating(messages, anthropic.read_messages)
+    add("/v1/messages", "Anthropic's API: content blocks", handle, "POST", body=messages, errors=shape)
+    handle = telling(messages, anthropic.count_tokens)
+    add("/v1/messages/count_tokens", "the length of its prompt", handle, "POST", body=messages, errors=shape)
+    for path, about, body, handle in (
+        (
+            "/api/chat",
+            "Ollama's API: the next message, as lines of JSON",
+            ollama.ChatBody,
+            generating(ollama.ChatBody, ollama.read_chat),
+        ),
+        (
+            "/api/generate",
+            "the answer to a prompt",
+            ollama.GenerateBody,
+            generating(ollama.GenerateBody, ollama.read_generate),
+        ),
+        ("/api/embed", "vectors of texts", ollama.EmbedBody, embed_for_ollama),
+        ("/api/embeddings", "the vector of one text", ollama.EmbedBody, embed_for_ollama),
+        ("/api/show", "what is known about the model", ollama.ShowBody, telling(ollama.ShowBody, ollama.show)),
+    ):
+        add(path, about, handle, "POST", body=body, errors=ollama.error_body)
+    add("/api/tags", "the model", list_for_ollama, errors=ollama.error_body)
+    add("/api/ps", "the model, which is loaded", list_for_ollama, errors=ollama.error_body)
+    add("/api/version", "a version of Ollama's API", version, errors=ollama.error_body)
+    text, ids = tokens.TextBody, tokens.DetokenizeBody
+    add("/tokenize", "the tokens of a text, or of messages", telling(text, tokens.tokenize), "POST", body=text)
+    add("/detokenize", "the text of tokens", telling(ids, tokens.detokenize), "POST", body=ids)
+    handle = telling(text, tokens.apply_template)
+    add("/apply-template", "the prompt that messages make", handle, "POST", body=text)
     return Starlette(
-        routes=[
-            route("/", chat_page, open=True),
-            route("/health", health, open=True),
-            route("/metrics", watch),
-            route(MODELS, list_models),
-            route(MODELS + "/{name:path}", one_model),
-            route("/v1/chat/completions", generating(ChatBody, read_chat), "POST"),
-            route("/v1/completions", generating(CompletionBody, read_completions), "POST"),
-            route("/v1/embeddings", embed, "POST"),
-        ],
+        routes=routes,
         exception_handlers={HTTPException: no_such_path},
         middleware=[Middleware(AccessLog)] if access_log else [],
     )
@@ -124,8 +253,19 @@ class AccessLog:
 class Endpoint:
     """One path: the key is checked, then what is raised becomes an answer."""
 
-    def __init__(self, path: str, metrics: Metrics, keys: Keys, handle: Handle) -> None:
+    def __init__(
+        self,
+        path: str,
+        metrics: Metrics,
+        keys: Keys,
+        handle: Handle,
+        errors: ErrorBody = Refusal.body,
+        about: str = "",
+        body: type[Body] | None = None,
+    ) -> None:
+        """errors: the JSON of a refusal. about, body: what it answers with, and what it takes, for its description."""
         self._path, self._metrics, self._keys, self._handle = path, metrics, keys, handle
+        self._errors, self.about, self.body = errors, about, body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = False
@@ -135,36 +275,37 @@ class Endpoint:
             if message["type"] == "http.response.start":
                 began = True
                 self._metrics.answered(self._path, message["status"])
+                more = scope.get("state", {}).get("headers", ())
+                message = {**message, "headers": [*message.get("headers", ()), *more]}
             await send(message)
 
         request = HttpRequest(scope, receive)
         try:
-            self._keys.check(request.headers.get("authorization"))
+            key = request.headers.get("x-api-key")  # Anthropic's clients send it
+            self._keys.check(request.headers.get("authorization") or (None if key is None else f"Bearer {key}"))
             response = await self._handle(request)
             await response(scope, receive, watched)
         except (ClientGone, ClientDisconnect):
             pass
         except Refusal as refusal:
-            await refused(refusal)(scope, receive, watched)
+            await self._refused(refusal)(scope, receive, watched)
         except (DataError, ModelError) as error:  # about what was asked
-            await refused(Refusal(400, str(error)))(scope, receive, watched)
+            await self._refused(Refusal(400, str(error)))(scope, receive, watched)
         except Exception:
             if began:
                 raise  # uvicorn logs it and closes the connection
             LOG.exception("%s failed", self._path)
-            await refused(Refusal(500, "Internal error. See the server's log."))(scope, receive, watched)
+            await self._refused(Refusal(500, "Internal error. See the server's log."))(scope, receive, watched)
 
-
-def refused(refusal: Refusal) -> Response:
-    """The HTTP answer of a refusal."""
-    return json_response(refusal.body(), refusal.status, refusal.headers)
+    def _refused(self, refusal: Refusal) -> Response:
+        return json_response(self._errors(refusal), refusal.status, refusal.headers)
 
 
 async def no_such_path(request: HttpRequest, error: Exception) -> Response:
     """404 and 405, in the shape of all errors."""
     assert isinstance(error, HTTPException)
     asked, routes = readable(f"{request.method} {request.url.path}"), request.app.routes
-    known = ", ".join(f"{'POST' if 'POST' in route.methods else 'GET'} {route.path}" for route in routes)
+    known = ", ".join(f"{min(route.methods - {'HEAD'})} {route.path}" for route in routes)
     message = f"There is no {asked}. This server has {known}."
     refusal = Refusal(error.status_code, message.replace("{name:path}", "NAME"), None, "unknown_url")
     return json_response(refusal.body(), refusal.status, error.headers)
@@ -173,7 +314,9 @@ async def no_such_path(request: HttpRequest, error: Exception) -> Response:
 async def read_body(request: HttpRequest) -> bytes:
     """The body of a request for JSON, if it is not too large and comes in time."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # which a browser sends to its own page's server alone
+    by_browser = "origin" in request.headers or "sec-fetch-site" in request.headers
+    # A browser sends application/json to its own page's server alone. Some programs send no type at all.
+    if kind != "application/json" and (kind or by_browser):
         message = f"The Content-Type is {readable(kind or 'missing')}; expected application/json."
         fix = "With curl, add -H 'Content-Type: application/json'."
         raise Refusal(415, f"{message} {fix}", None, "unsupported_media_type")

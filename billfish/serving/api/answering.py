@@ -1,0 +1,326 @@
+"""From the engine's pieces to HTTP: events of an answer, whole or as a stream, for as long as the client is there.
+
+Streams are written by hand: a library would add tasks and objects to each token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from billfish.core.errors import DataError
+from billfish.llm.conversation.events import Event, Message
+from billfish.llm.conversation.reader import PlainReader, Reader
+from billfish.llm.detokenizer import Piece, Token
+from billfish.llm.grammar import Grammar
+from billfish.llm.sampler import Scored
+from billfish.serving.api.request_bodies import Refusal, refuse
+from billfish.serving.api.service import Service
+from billfish.serving.engine.requests import QueueFull, Request, ServerClosing, Ticket
+
+Result = TypeVar("Result")
+EVENTS, LINES = "text/event-stream; charset=utf-8", "application/x-ndjson"
+encode = msgspec.json.Encoder().encode
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer."""
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """What an engine that takes nothing more raises becomes an HTTP answer."""
+    try:
+        yield
+    except QueueFull as error:
+        raise Refusal(429, str(error), None, "queue_full", retry_after="1") from None
+    except ServerClosing as error:
+        raise Refusal(503, str(error), None, "server_closing", retry_after="5") from None
+
+
+@contextlib.contextmanager
+def schema_errors(field: str) -> Iterator[None]:
+    """A schema that cannot be used becomes 400 for its field."""
+    try:
+        yield
+    except DataError as error:
+        raise refuse(field, f"{field} cannot be used: {str(error).partition(': ')[2]}") from None
+
+
+def stopped() -> Refusal:
+    """For an answer that the server's end has cancelled."""
+    return Refusal(503, "The server is shutting down. Retry later.", None, "server_closing")
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the client has closed its connection. The request's body was read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_there(future: Future[Result], receive: Receive) -> Result:
+    """The result of a future, which is cancelled when the client goes."""
+    asked, watch = asyncio.wrap_future(future), asyncio.ensure_future(gone(receive))
+    both: list[asyncio.Future[Any]] = [asked, watch]
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not asked.done():
+            raise ClientGone
+        if asked.cancelled():
+            raise stopped()
+        return asked.result()
+    finally:
+        watch.cancel()
+        asked.cancel()
+
+
+def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer in JSON."""
+    return Response(encode(value), status, headers, "application/json")
+
+
+# ---- what is asked and answered -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Choice:
+    """One answer as it grows. reader: tells text from thoughts and calls. finish_reason: at its end, as OpenAI has it:
+    "stop", "length" or "tool_calls"."""
+
+    reader: Reader = field(default_factory=PlainReader)
+    message: Message = field(default_factory=Message)
+    tokens: list[Token] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def take(self, piece: Piece) -> list[Event]:
+        """Go on with the answer. Returns what is new."""
+        events = list(self.reader.read(piece.text))
+        if piece.finished:
+            events += self.reader.finish()
+        for event in events:
+            self.message.add(event)
+        self.tokens += piece.tokens
+        if self.reader.done:
+            self.finish_reason = "tool_calls"
+        elif piece.finished:
+            self.finish_reason = "tool_calls" if self.message.calls and piece.finished == "stop" else piece.finished
+        return events
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens: of prompts, those of them that were cached, of answers, and those of answers that are thoughts."""
+
+    prompt: int
+    cached: int
+    completion: int
+    thought: int
+
+
+class Format(ABC):
+    """Writes answers in the JSON of one API."""
+
+    media = EVENTS
+
+    def __init__(self, stream: bool) -> None:
+        """stream: whether the client wants an answer in pieces."""
+        self.stream = stream
+
+    @abstractmethod
+    def begin(self, choices: Sequence[Choice], prompt_tokens: int) -> bytes:
+        """What a stream begins with. prompt_tokens: of all prompts together."""
+
+    @abstractmethod
+    def step(self, index: int, choice: Choice, events: Sequence[Event], tokens: Sequence[Token]) -> bytes:
+        """What is new in an answer. Its last step has `choice.finish_reason`."""
+
+    @abstractmethod
+    def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """What a stream ends with."""
+
+    @abstractmethod
+    def failed(self, refusal: Refusal) -> bytes:
+        """What a stream ends with that cannot go on."""
+
+    @abstractmethod
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> object:
+        """The JSON of an answer in one piece."""
+
+
+def event(value: object, name: str = "") -> bytes:
+    """One server-sent event."""
+    head = f"event: {name}\n".encode() if name else b""
+    return b"%sdata: %s\n\n" % (head, encode(value))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that was read. choices: one for each of the engine's requests. prompts: how many texts are answered,
+    each by as many neighbouring requests. grammar: what all answers must be, and the field that says so; it is compiled
+    before the requests are submitted. empty: nothing is generated. score: prompts whose own log probabilities are
+    wanted, and how many alternatives. tickets: those of the requests, when they are submitted."""
+
+    requests: Sequence[Request]
+    choices: Sequence[Choice]
+    format: Format
+    prompts: int = 1
+    grammar: tuple[Grammar, str] | None = None
+    empty: bool = False
+    score: tuple[Sequence[list[int]], int] | None = None
+    scores: list[list[list[Scored]]] = field(default_factory=list)
+    tickets: list[Ticket] = field(default_factory=list)
+
+    def tokens(self) -> tuple[int, int]:
+        """Tokens of prompts and of answers so far. A prompt counts once, however many answers it has."""
+        prompts = self.requests[:: max(1, len(self.requests) // self.prompts)]
+        return sum(len(each.prompt) for each in prompts), sum(each.completion_tokens for each in self.tickets)
+
+    def usage(self, service: Service) -> Usage:
+        """At the end."""
+        prompt, completion = self.tokens()
+        firsts = self.tickets[:: max(1, len(self.requests) // self.prompts)]
+        thoughts = [choice.message.thought for choice in self.choices if choice.message.thought]
+        thought = sum(len(service.model.tokenizer.encode(each, special=False, start=False)) for each in thoughts)
+        return Usage(prompt, sum(ticket.cached_tokens for ticket in firsts), completion, min(thought, completion))
+
+
+# ---- answers ----------------------------------------------------------------------------------------------------
+
+
+async def pieces_of(service: Service, asked: Asked, receive: Receive) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+    """Answer requests. Yields once when all are submitted, then what has come, as (number of the request, piece).
+
+    Leaving cancels what still runs. ClientGone is raised when the client has closed its connection.
+    """
+    came: list[tuple[int, Piece]] = []
+    running, first, started = len(asked.requests), True, time.perf_counter()
+    something = asyncio.Event()
+    watch = asyncio.ensure_future(gone(receive))
+    watch.add_done_callback(lambda _: something.set())
+    put = service.mailbox.put
+
+    def take(index: int, piece: Piece) -> None:
+        nonlocal running, first
+        if first:
+            first = False
+            service.first_token(time.perf_counter() - started)
+        running -= bool(piece.finished)
+        came.append((index, piece))
+        something.set()
+
+    def submit() -> None:
+        with refusals():
+            for index, request in enumerate(asked.requests):
+                asked.tickets.append(service.engine.submit(request, partial(put, partial(take, index))))
+
+    try:
+        await service.read(submit)  # it may wait for the engine
+        yield []
+        while running or came:
+            await something.wait()
+            something.clear()
+            if watch.done():
+                raise ClientGone
+            batch, came[:] = list(came), []
+            batch = [(index, piece) for index, piece in batch if asked.choices[index].finish_reason is None]
+            for _, piece in batch:
+                if piece.finished == "failed":
+                    raise Refusal(500, piece.error, None, "generation_failed")
+                if piece.finished == "cancelled":
+                    raise stopped()
+            yield batch
+    finally:
+        watch.cancel()
+        for ticket in asked.tickets:
+            ticket.cancel()  # the engine ignores it for answers that are over
+
+
+Step = tuple[int, list[Event], Sequence[Token]]
+
+
+async def steps_of(service: Service, asked: Asked, receive: Receive) -> AsyncGenerator[list[Step], None]:
+    """As `pieces_of`, with what pieces mean. An answer that has said all that is wanted ends."""
+    if asked.score is not None:
+        with refusals():
+            future = await service.read(service.engine.score, *asked.score)
+        scores = await while_there(future, receive)
+        asked.scores.extend(scores)
+    if asked.empty:
+        yield []
+        for index, choice in enumerate(asked.choices):
+            choice.finish_reason = "length"
+            yield [(index, [], ())]
+        return
+    async with contextlib.aclosing(pieces_of(service, asked, receive)) as pieces:
+        async for came in pieces:
+            steps = list[Step]()
+            for index, piece in came:
+                choice = asked.choices[index]
+                if choice.finish_reason is None:  # else an earlier piece of the batch has ended it
+                    steps.append((index, choice.take(piece), piece.tokens))
+                    if choice.finish_reason is not None and not piece.finished:
+                        asked.tickets[index].cancel()
+            yield steps
+
+
+async def respond(service: Service, asked: Asked, receive: Receive) -> ASGIApp:
+    """The HTTP answer."""
+    if asked.grammar is not None and not asked.empty:
+        grammar, place = asked.grammar
+        with refusals(), schema_errors(place):
+            made = await while_there(service.engine.compile(grammar), receive)
+        asked = replace(asked, requests=[replace(request, grammar=made) for request in asked.requests])
+    if asked.format.stream:
+        return Stream(_stream(service, asked, receive), asked.format)
+    async with contextlib.aclosing(steps_of(service, asked, receive)) as steps:
+        async for _ in steps:
+            pass
+    return json_response(asked.format.whole(asked.choices, asked.usage(service)))
+
+
+async def _stream(service: Service, asked: Asked, receive: Receive) -> AsyncGenerator[bytes, None]:
+    """The pieces of a stream, several together where several have come."""
+    written = asked.format
+    async with contextlib.aclosing(steps_of(service, asked, receive)) as steps:
+        await anext(steps)
+        yield written.begin(asked.choices, asked.tokens()[0])
+        async for came in steps:
+            data = b"".join(written.step(index, asked.choices[index], events, tokens) for index, events, tokens in came)
+            if data:
+                yield data
+    yield written.end(asked.choices, asked.usage(service))
+
+
+class Stream:
+    """An answer in pieces. What is refused before the first one is an answer of its own, and later a piece."""
+
+    def __init__(self, pieces: AsyncGenerator[bytes, None], format: Format) -> None:
+        self._pieces, self._format = pieces, format
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [
+            (b"content-type", self._format.media.encode()),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # nginx would collect events
+        ]
+        async with contextlib.aclosing(self._pieces) as pieces:
+            data = await anext(pieces)
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            try:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                async for data in pieces:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except Refusal as refusal:
+                await send({"type": "http.response.body", "body": self._format.failed(refusal), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,336 @@
+"""The APIs beside OpenAI's chats: /v1/responses, Anthropic's, Ollama's, tokenizing, reranking. All ask one engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from chat_templates import TEMPLATES
+from llm_models import Small, write_model
+from serving_http import TOOLS_TEMPLATE, events, send, serving
+
+from billfish.llm.chat_template import ChatTemplate
+from billfish.llm.conversation.choose_reader import reader_of
+from billfish.llm.conversation.derive import derive
+from billfish.llm.detokenizer import Piece
+from billfish.serving.api import anthropic, chat, ollama, openai_responses
+from billfish.serving.api.answering import Choice, Format, Usage
+
+ASKED = [{"role": "user", "content": "abba"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"days": {"enum": [1, 2, 3]}},
+    "required": ["days"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    file = tmp_path_factory.mktemp("models") / "small.gguf"
+    write_model(file, Small(template=TOOLS_TEMPLATE, context=1024))
+    with serving(file, streams=2) as running:
+        yield running
+
+
+def alone(server: Any, count: int) -> str:
+    return "".join(server.model.generate(ASKED, max_tokens=count, activations="exact"))
+
+
+def ok(server: Any, path: str, body: dict[str, Any]) -> Any:
+    status, _, answer = send(server.url, path, body)
+    assert status == 200, answer
+    return answer
+
+
+# ---- /v1/responses --------------------------------------------------------------------------------------------------
+
+
+def test_a_response_is_the_answer_of_a_chat(server):
+    found = ok(server, "/v1/responses", {"input": "abba", "max_output_tokens": 6, "temperature": 0})
+    assert found["output"][0]["content"][0]["text"] == alone(server, 6)
+    assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert found["usage"]["output_tokens"] == 6
+    came = events(
+        server.url, "/v1/responses", {"input": ASKED, "max_output_tokens": 6, "temperature": 0, "stream": True}
+    )
+    assert [each["sequence_number"] for each in came] == list(range(len(came)))
+    kinds = [each["type"] for each in came]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    deltas = [each["delta"] for each in came if each["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == came[-4]["text"] == alone(server, 6)
+    assert came[-1]["response"]["output"][0] == came[-2]["item"]
+
+
+def test_a_response_goes_on_with_an_earlier_one(server):
+    first = ok(server, "/v1/responses", {"input": "ab", "max_output_tokens": 3, "temperature": 0, "instructions": "b"})
+    body = {"input": "ba", "previous_response_id": first["id"], "max_output_tokens": 3, "temperature": 0}
+    second = ok(server, "/v1/responses", body)
+    said = first["output"][0]["content"][0]["text"]
+    spelled = [
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "ba"},
+    ]
+    alone = ok(server, "/v1/responses", {"input": spelled, "max_output_tokens": 3, "temperature": 0, "store": False})
+    assert second["output"][0]["content"] == alone["output"][0]["content"]
+    assert second["usage"]["input_tokens"] == alone["usage"]["input_tokens"]
+    assert send(server.url, f"/v1/responses/{second['id']}", None, "GET")[2]["id"] == second["id"]
+    assert send(server.url, f"/v1/responses/{alone['id']}", None, "GET")[0] == 404
+    assert send(server.url, f"/v1/responses/{first['id']}", None, "DELETE")[0] == 200
+    status, _, answer = send(server.url, "/v1/responses", body)
+    assert (status, answer["error"]["param"]) == (404, "previous_response_id")
+
+
+def test_stored_responses_are_bounded(monkeypatch):
+    monkeypatch.setattr(openai_responses, "MOST_STORED", 3)
+    kept = openai_responses.Stored()
+    for number in range(5):
+        kept.put(str(number), [openai_responses.Turn("user", "x")], {})
+    assert kept.get("4", "id")[0][0].text == "x"
+    with pytest.raises(Exception, match=r"1.*3 in memory"):
+        kept.get("1", "id")
+    monkeypatch.setattr(openai_responses, "MOST_BYTES", 10)
+    kept.put("long", [openai_responses.Turn("user", "x" * 11)], {})
+    with pytest.raises(Exception, match="long"):
+        kept.get("long", "id")
+
+
+def test_calls_of_a_response(server):
+    tool = {"type": "function", "name": "go", "parameters": PARAMETERS, "strict": True}
+    body = {"input": "ab", "tools": [tool, {"type": "web_search"}], "tool_choice": "required", "seed": 1}
+    found = ok(server, "/v1/responses", body | {"parallel_tool_calls": False})
+    (call,) = found["output"]
+    assert (call["type"], call["name"]) == ("function_call", "go")
+    assert json.loads(call["arguments"])["days"] in (1, 2, 3)
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sun"}
+    after = {"previous_response_id": found["id"], "input": [result], "tools": [tool], "max_output_tokens": 2}
+    assert ok(server, "/v1/responses", after)["output"]
+    custom = {"type": "custom", "name": "patch", "description": "words"}
+    choice = {"type": "custom", "name": "patch"}
+    came = events(
+        server.url,
+        "/v1/responses",
+        {"input": "ab", "tools": [custom], "tool_choice": choice, "stream": True, "seed": 1, "max_output_tokens": 100},
+    )
+    items = [each["item"]["type"] for each in came if each["type"] == "response.output_item.done"]
+    assert items == ["custom_tool_call"]
+
+
+# ---- Anthropic ------------------------------------------------------------------------------------------------------
+
+
+def test_messages_of_anthropic(server):
+    body = {"messages": ASKED, "max_tokens": 6, "temperature": 0, "top_k": 5, "metadata": {"user_id": "x"}}
+    found = ok(server, "/v1/messages", body)
+    assert found["content"] == [{"type": "text", "text": alone(server, 6)}]
+    assert (found["type"], found["role"], found["stop_reason"]) == ("message", "assistant", "max_tokens")
+    came = events(server.url, "/v1/messages", body | {"stream": True})
+    kinds = [each["type"] for each in came]
+    assert kinds[:3] == ["message_start", "ping", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert "".join(each["delta"]["text"] for each in came if each["type"] == "content_block_delta") == alone(server, 6)
+    assert came[0]["message"]["usage"]["input_tokens"] == len(server.model.encode(ASKED))
+    counted = ok(server, "/v1/messages/count_tokens", {"messages": ASKED})
+    assert counted == {"input_tokens": len(server.model.encode(ASKED))}
+    long = {"messages": [{"role": "user", "content": "b" * 1100}], "max_tokens": 1}
+    status, _, answer = send(server.url, "/v1/messages", long)
+    assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
+
+
+def test_tools_of_anthropic(server):
+    tool = {"name": "go", "input_schema": PARAMETERS, "cache_control": {"type": "ephemeral"}}
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    body = {
+        "messages": ASKED,
+        "max_tokens": 200,
+        "tools": [tool, {"type": "web_search_20250305", "name": "web_search"}],
+    }
+    found = ok(server, "/v1/messages", body | {"tool_choice": choice})
+    (use,) = found["content"]
+    assert (use["type"], use["name"], found["stop_reason"]) == ("tool_use", "go", "tool_use")
+    came = events(server.url, "/v1/messages", body | {"tool_choice": {"type": "tool", "name": "go"}, "stream": True})
+    json_text = "".join(each["delta"]["partial_json"] for each in came if each["type"] == "content_block_delta")
+    assert json.loads(json_text)["days"] in (1, 2, 3)
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "sun"}]}
+    thinking = {"type": "thinking", "thinking": "so", "signature": "x"}
+    said = [*ASKED, {"role": "assistant", "content": [thinking, use]}, {"role": "user", "content": [result]}]
+    assert ok(server, "/v1/messages", {"messages": said, "max_tokens": 2, "tools": [tool]})["content"]
+
+
+def test_an_answer_goes_on_with_its_beginning(server):
+    begun = [*ASKED, {"role": "assistant", "content": "ab"}]
+    found = ok(server, "/v1/messages", {"messages": begun, "max_tokens": 4, "temperature": 0})
+    prompt = server.model.template.render(ASKED) + "ab"
+    expected = "".join(server.model.generate(prompt, raw=True, max_tokens=4, activations="exact"))
+    assert found["content"][0]["text"] == expected
+    same = {"messages": begun, "max_tokens": 4, "temperature": 0, "continue_final_message": True}
+    assert ok(server, "/v1/chat/completions", same)["choices"][0]["message"]["content"] == expected
+
+
+def test_keys_of_anthropics_clients(tmp_path):
+    file = tmp_path / "small.gguf"
+    write_model(file, Small())
+    with serving(file, streams=1, keys=["one"]) as server:
+        body = {"messages": ASKED, "max_tokens": 1}
+        assert send(server.url, "/v1/messages", body, x_api_key="one")[0] == 200
+        status, _, answer = send(server.url, "/v1/messages", body, x_api_key="two")
+        assert (status, answer["error"]["type"]) == (401, "authentication_error")
+
+
+# ---- Ollama ---------------------------------------------------------------------------------------------------------
+
+
+def test_ollamas_api(server):
+    greedy = {"options": {"temperature": 0, "num_predict": 6, "num_ctx": 100}}
+    lines = events(server.url, "/api/chat", {"model": "small", "messages": ASKED, **greedy})
+    assert "".join(each["message"]["content"] for each in lines) == alone(server, 6)
+    assert [each["done"] for each in lines][-2:] == [False, True]
+    assert (lines[-1]["done_reason"], lines[-1]["eval_count"]) == ("length", 6)
+    whole = ok(server, "/api/generate", {"model": "small:latest", "prompt": "abba", "stream": False, **greedy})
+    assert whole["response"] == alone(server, 6)
+    raw = ok(server, "/api/generate", {"prompt": "abba", "raw": True, "stream": False, **greedy})
+    assert raw["response"] == "".join(server.model.generate("abba", raw=True, max_tokens=6, activations="exact"))
+    made = ok(server, "/api/chat", {"messages": ASKED, "format": PARAMETERS, "stream": False})
+    assert json.loads(made["message"]["content"])["days"] in (1, 2, 3)
+    assert ok(server, "/api/chat", {"model": "small", "messages": [], "stream": False})["done_reason"] == "load"
+    assert len(ok(server, "/api/embed", {"model": "small", "input": ["a", "b"]})["embeddings"]) == 2
+    assert len(ok(server, "/api/embeddings", {"model": "small", "prompt": "a"})["embedding"]) == 64
+    assert send(server.url, "/api/tags", None, "GET")[2]["models"][0]["name"] == "small"
+    assert "tools" in ok(server, "/api/show", {"model": "small"})["capabilities"]
+    status, _, answer = send(server.url, "/api/chat", {"messages": [{"role": "poet"}]})
+    assert (status, set(answer)) == (400, {"error"})
+
+
+# ---- tokens and documents -------------------------------------------------------------------------------------------
+
+
+def test_tokens_and_templates(server):
+    tokenizer = server.model.tokenizer
+    assert ok(server, "/tokenize", {"content": "ab<|user|>"})["tokens"] == tokenizer.encode("ab<|user|>", start=False)
+    plain = ok(server, "/tokenize", {"content": "<|user|>", "parse_special": False})
+    assert plain["tokens"] == tokenizer.encode("<|user|>", special=False, start=False)
+    assert ok(server, "/tokenize", {"content": "ab", "add_special": True})["tokens"] == tokenizer.encode("ab")
+    assert ok(server, "/tokenize", {"prompt": "ab"})["tokens"] == tokenizer.encode("ab")
+    pieces = ok(server, "/tokenize", {"content": "ab", "with_pieces": True})["tokens"]
+    assert [each["piece"] for each in pieces] == ["ab"]
+    assert ok(server, "/tokenize", {"messages": ASKED})["count"] == len(server.model.encode(ASKED))
+    assert ok(server, "/detokenize", {"tokens": tokenizer.encode("abba")})["content"] == "abba"
+    assert send(server.url, "/detokenize", {"tokens": [999]})[0] == 400
+    assert ok(server, "/apply-template", {"messages": ASKED})["prompt"] == server.model.template.render(ASKED)
+
+
+def test_documents_are_ranked_by_their_vectors(server):
+    documents = ["ab", "something else", {"text": "abba ba"}]
+    found = ok(server, "/v1/rerank", {"query": "ab", "documents": documents, "top_n": 2})
+    assert len(found["results"]) == 2
+    assert found["results"][0]["index"] == 0
+    assert found["results"][0]["relevance_score"] == pytest.approx(1, abs=1e-3)
+
+
+# ---- thoughts, calls and text in each API ---------------------------------------------------------------------------
+
+
+class Server:
+    """As much of a service as formats need."""
+
+    name = "m"
+    stored = None
+
+    class model:
+        class tokenizer:
+            pieces: list[str] = []
+
+
+SAID = '<think>\nmaybe\n</think>\n\nYes.\n<tool_call>\n{"name": "go", "arguments": {"days": 1}}\n</tool_call>'
+
+
+def formatted(format: Format, size: int) -> tuple[list[Any], Any]:
+    """The events of a stream, and the answer in one piece."""
+    syntax = derive(ChatTemplate(TEMPLATES["qwen3"]))
+    choice = Choice(reader_of(syntax, "", {"go": PARAMETERS}))
+    usage, data = Usage(5, 0, 9, 2), format.begin([choice], 5)
+    for start in range(0, len(SAID), size):
+        events = choice.take(Piece(SAID[start : start + size]))
+        data += format.step(0, choice, events, ())
+    data += format.step(0, choice, choice.take(Piece("", finished="stop")), ()) + format.end([choice], usage)
+    lines = [line.removeprefix("data: ") for line in data.decode().splitlines()]
+    return [json.loads(line) for line in lines if line.startswith("{")], choice
+
+
+def test_every_api_tells_thoughts_text_and_calls():
+    service: Any = Server()
+    for size in (1, 5, 1000):
+        came, choice = formatted(chat.ChatFormat(service, True, False, False), size)
+        deltas = [each["choices"][0]["delta"] for each in came]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "maybe"
+        assert "".join(delta.get("reasoning", "") for delta in deltas) == "maybe"
+        assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert "".join(call["function"].get("arguments", "") for call in calls) == '{"days": 1}'
+        assert came[-1]["choices"][0]["finish_reason"] == "tool_calls"
+        message = chat.message_of(choice)
+        assert (message["content"], message["reasoning_content"]) == ("Yes.", "maybe")
+
+        came, _ = formatted(anthropic.MessagesFormat(service, True), size)
+        blocks = [each["content_block"]["type"] for each in came if each["type"] == "content_block_start"]
+        assert blocks == ["thinking", "text", "tool_use"]
+        texts = {"thinking": "", "text": "", "partial_json": ""}
+        for each in came:
+            if each["type"] == "content_block_delta":
+                for key in texts:
+                    texts[key] += each["delta"].get(key, "")
+        assert texts == {"thinking": "maybe", "text": "Yes.", "partial_json": '{"days": 1}'}
+        assert came[-2]["delta"]["stop_reason"] == "tool_use"
+
+        body = openai_responses.ResponsesBody(input="a")
+        came, choice = formatted(openai_responses.ResponsesFormat(service, body, [], set()), size)
+        items = came[-1]["response"]["output"]
+        assert [item["type"] for item in items] == ["reasoning", "message", "function_call"]
+        assert items[0]["content"] == [{"type": "reasoning_text", "text": "maybe"}]
+        assert items[2]["arguments"] == '{"days": 1}'
+        whole: Any = openai_responses.ResponsesFormat(service, body, [], set()).whole([choice], Usage(5, 0, 9, 2))
+        assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call"]
+
+        came, _ = formatted(ollama.OllamaFormat(service, True, chat=True), size)
+        assert "".join(each["message"].get("thinking", "") for each in came) == "maybe"
+        (calls,) = (each["message"]["tool_calls"] for each in came if "tool_calls" in each["message"])
+        assert calls[0]["function"]["arguments"] == {"days": 1}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "gemma3", "smollm2", "glm4.6", "gpt-oss", "lfm2", "mistral-nemo"])
+def test_tools_with_the_template_of_each_family(tmp_path, name):
+    """A conversation with calls and results, and a call that must come, whatever the template knows of functions."""
+    file = tmp_path / "small.gguf"
+    write_model(file, Small(template=TEMPLATES[name], context=1024))
+    call = {"id": "123456789", "type": "function", "function": {"name": "go", "arguments": '{"days": 1}'}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        *ASKED,
+        {"role": "assistant", "content": None, "reasoning_content": "so", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "123456789", "content": "sun"},
+    ]
+    tools = [{"type": "function", "function": {"name": "go", "parameters": PARAMETERS}}]
+    with serving(file, streams=1) as server:
+        body = {"messages": messages, "tools": tools, "max_tokens": 2, "temperature": 0}
+        assert ok(server, "/v1/chat/completions", body)["choices"]
+        prompt = ok(server, "/apply-template", {"messages": messages, "tools": tools})["prompt"]
+        assert [word for word in ("Be brief.", "abba", "go", "days", "sun") if word not in prompt] == []
+        if name == "gpt-oss":  # whose control tokens the small vocabulary does not have
+            return
+        body = {"messages": ASKED, "tools": tools, "tool_choice": "required", "reasoning_effort": "none", "seed": 2}
+        body |= {"parallel_tool_calls": False, "max_tokens": 500, "logit_bias": {"1": -100}}
+        (made,) = ok(server, "/v1/chat/completions", body)["choices"][0]["message"]["tool_calls"]
+        assert json.loads(made["function"]["arguments"])["days"] in (1, 2, 3)
