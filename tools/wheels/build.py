@@ -132,6 +132,8 @@ def _write_toolchain(platform: Platform, tools: Path) -> str:
         f"set(CMAKE_RANLIB {tools}/ranlib)",
         f"set(CMAKE_RC_COMPILER {tools}/rc)",
         "set(BILLFISH_ZIG ON)",
+        # Questions about the compiler need no program that runs; linking one would compile libc++ first.
+        "set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)",
         "set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)",
         "set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)",
         "set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)",

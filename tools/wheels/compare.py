@@ -49,8 +49,8 @@ import numpy as np
 import billfish as bf
 
 rng, best = np.random.default_rng(7), {}
-for name in ("q4_0", "q4_k", "q8_0", "mxfp4"):
-    packed = bf.prepack(bf.quantize(rng.standard_normal((4096, 4096), np.float32), name), backend="cpu")
+for name in ("q4_0", "q8_0", "mxfp4"):
+    packed = bf.prepack(bf.quantize(rng.standard_normal((2048, 4096), np.float32), name), backend="cpu")
     for activations in ("exact", "q16", "q8"):
         for rows in (1, 16, 256):
             x, fastest = rng.standard_normal((rows, 4096), np.float32), 1e9
@@ -81,6 +81,8 @@ def main() -> None:
         different += len(wrong)
         print(f"{level}: {len(a)} results, {len(wrong)} differ {wrong[:6]}", flush=True)
     for level in levels if arguments.rounds else ():
+        if level == "portable":  # no machine that people have chooses it
+            continue
         times: list[dict[str, float]] = [{}, {}]
         for _ in range(arguments.rounds):
             for known, python in zip(times, arguments.pythons, strict=True):
@@ -94,10 +96,11 @@ def main() -> None:
     sys.exit(different > 0)
 
 
-def ask(python: str, code: str, **environment: str) -> Any:
-    """What a program prints, in JSON. It runs where no checkout is, which Python would take for the installation."""
+def ask(python: str, code: str, **settings: str) -> Any:
+    """What a program prints, in JSON. It runs where Python finds no other billfish than the installed one."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     with tempfile.TemporaryDirectory() as folder:
-        return json.loads(subprocess.check_output([python, "-c", code], env=os.environ | environment, cwd=folder))
+        return json.loads(subprocess.check_output([python, "-c", code], env=environment | settings, cwd=folder))
 
 
 if __name__ == "__main__":
