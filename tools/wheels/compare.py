@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 PRODUCTS = """
@@ -50,7 +51,7 @@ import billfish as bf
 
 rng, best = np.random.default_rng(7), {}
 for name in ("q4_0", "q8_0", "mxfp4"):
-    packed = bf.prepack(bf.quantize(rng.standard_normal((2048, 4096), np.float32), name), backend="cpu")
+    packed = bf.prepack(bf.quantize(rng.standard_normal((1024, 4096), np.float32), name))
     for activations in ("exact", "q16", "q8"):
         for rows in (1, 16, 256):
             x, fastest = rng.standard_normal((rows, 4096), np.float32), 1e9
@@ -75,8 +76,12 @@ def main() -> None:
     first, second = arguments.pythons = [os.path.abspath(python) for python in arguments.pythons]
     levels = [level for level in ask(first, LEVELS) if level in ask(second, LEVELS)]
     different = 0
-    for level in levels:
-        (_, a), (_, b) = (ask(python, PRODUCTS, BILLFISH_ISA=level) for python in (first, second))
+    with ThreadPoolExecutor() as pool:
+        asked = [
+            [pool.submit(ask, python, PRODUCTS, BILLFISH_ISA=level) for python in (first, second)] for level in levels
+        ]
+    for level, (answer_a, answer_b) in zip(levels, asked, strict=True):
+        (_, a), (_, b) = answer_a.result(), answer_b.result()
         wrong = sorted(name for name in {*a, *b} if a.get(name) != b.get(name))
         different += len(wrong)
         print(f"{level}: {len(a)} results, {len(wrong)} differ {wrong[:6]}", flush=True)
