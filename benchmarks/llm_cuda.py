@@ -1,8 +1,8 @@
-"""Time a q4_0 model on the GPU: billfish beside llama.cpp, and beside transformers in float16.
+"""Time quantized models on the GPU: billfish beside llama.cpp, and Llamas beside transformers in float16.
 
-The models have random weights and the sizes of Llama-3-8B and Llama-3.2-1B. --llama names the folder with llama-bench
-and llama-batched-bench; docs/cuda.md says how they are built. --models keeps the GGUF files for the next run. billfish
-and llama.cpp take turns, billfish first and last, and medians count. Tokens per second:
+The models have random weights and the sizes of Llama-3-8B, Llama-3.2-1B, gpt-oss-20b and Qwen3-30B-A3B. --llama names
+the folder with llama-bench and llama-batched-bench; docs/cuda.md says how they are built. --models keeps the GGUF files
+for the next run. billfish and llama.cpp take turns, billfish first and last, and medians count. Tokens per second:
 
     generate      128 tokens of one text, from an empty context
     prompt_N      a prompt of N tokens, until the logits after its last
@@ -25,13 +25,14 @@ import torch
 
 import billfish as bf
 from benchmarks import command, machine, records
-from benchmarks.random_model import SHAPES, Shape, write_random_model
+from benchmarks.random_model import MIXTURES, SHAPES, MixtureShape, Shape, write_random_model
 from benchmarks.timing import captured, timed
 
 GENERATED = 128  # tokens of each text, in every case that generates
 PROMPTS = (512, 2048)
 STREAMS = (16, 64)  # texts that go together, each after a prompt of 512
 STREAM_PROMPT = 512
+MODELS: dict[str, Shape | MixtureShape] = {**SHAPES, **MIXTURES}
 OURS, LLAMA, TRANSFORMERS = "billfish", "llama.cpp", "transformers fp16"
 CASES = ("generate", *(f"prompt_{n}" for n in PROMPTS), *(f"streams_{n}" for n in STREAMS))
 
@@ -171,10 +172,12 @@ def row(record: dict[str, Any]) -> str:
     """A line of the table: tokens per second, and how many times each peer's they are."""
     ours = record["tok_per_s"]
     peers = "".join(f"   {name} {rate:10,.0f} ({ours / rate:.2f} times)" for name, rate in record["peers"].items())
-    return f"{record['shape']:4} {record['case']:12} {OURS} {ours:10,.0f}{peers}"
+    return f"{record['shape']:13} {record['case']:12} {OURS} {ours:10,.0f}{peers}"
 
 
-def measure(shape: Shape, path: Path, llama: Path | None, rounds: int) -> tuple[dict[str, Rates], dict[str, str]]:
+def measure(
+    shape: Shape | MixtureShape, path: Path, llama: Path | None, rounds: int
+) -> tuple[dict[str, Rates], dict[str, str]]:
     """Of billfish and its peers, the rates by name, and the peers' versions."""
     rates: dict[str, Rates] = {}
     versions: dict[str, str] = {}
@@ -194,6 +197,8 @@ def measure(shape: Shape, path: Path, llama: Path | None, rounds: int) -> tuple[
     add(OURS, ours.measure())
     del ours
     gc.collect()
+    if not isinstance(shape, Shape):
+        return rates, versions
     try:
         dense = Transformers(shape)
         for _ in range(rounds + 1):
@@ -209,16 +214,16 @@ def model_file(name: str, folder: Path) -> Path:
     path = folder / f"random_{name}.gguf"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        took = timed(lambda: write_random_model(path, SHAPES[name]))
+        took = timed(lambda: write_random_model(path, MODELS[name]))
         print(f"{path.name}: {path.stat().st_size / 1e9:.2f} GB, written in {took:.1f} s")
     return path
 
 
 def main() -> None:
     parser = command.parser(__spec__, __doc__, rounds=3)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="models (default: all)")
+    parser.add_argument("--shapes", nargs="+", choices=list(MODELS), default=list(MODELS), help="models (default: all)")
     parser.add_argument("--llama", type=Path, metavar="FOLDER", help="folder with llama-bench and llama-batched-bench")
-    parser.add_argument("--models", type=Path, metavar="FOLDER", help="folder that keeps the GGUF files (5.2 GB)")
+    parser.add_argument("--models", type=Path, metavar="FOLDER", help="folder that keeps the GGUF files (35 GB)")
     flags = parser.parse_args()
     llama = flags.llama
     if llama is None or not (llama / "llama-bench").exists():
@@ -228,7 +233,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as passing:
         for name in flags.shapes:
             path = model_file(name, flags.models or Path(passing))
-            rates, peers = measure(SHAPES[name], path, llama, flags.rounds)
+            rates, peers = measure(MODELS[name], path, llama, flags.rounds)
             versions |= peers
             found += records_of(name, rates)
             print(*(row(record) for record in found if record["shape"] == name), sep="\n")

@@ -12,8 +12,10 @@ words instead of a table goes into a sentence: `<!-- generated: packing-neoverse
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -57,9 +59,28 @@ def architectures() -> str:
     return table(rows)
 
 
+def tokenizers() -> str:
+    """Every family of tokenizers that the tests know: its kind, and the tokens that end an answer."""
+    path = ROOT / "tests" / "support" / "tokenizer_families.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where its dataclasses look
+    spec.loader.exec_module(module)
+    rows = [["models", "`tokenizer.ggml.pre`", "begins with", "ends"]]
+    for name, family in module.FAMILIES.items():
+        pre = {"spm": "none: SentencePiece (`llama`)", "gemma4": "none: SentencePiece with merges (`gemma4`)"}
+        first = f"`{family.control[family.bos]}` {family.bos}" if family.starts else "nothing"
+        ends = ", ".join(f"`{family.control[end]}` {end}".replace("|", "\\|") for end in sorted(family.ends))
+        rows.append([name, pre.get(family.pre, f"`{family.pre}`"), first.replace("|", "\\|"), ends])
+    return table(rows)
+
+
 CODE: dict[str, Callable[[], str]] = {
     **code_tables.CODE,
     "architectures": architectures,
+    "tokenizers": tokenizers,
     "code-olmo2": lambda: f"```python\n{inspect.getsource(Olmo2)}```",
     **{f"options-{command}": lambda command=command: options(command) for command in COMMANDS},
 }

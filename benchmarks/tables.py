@@ -89,6 +89,19 @@ def speed(results: Results, rows: Iterable[str] = ROWS) -> str:
     return table(lines)
 
 
+def hybrid(results: Results) -> str:
+    """tok/s of Qwen3.5-0.8B's shape on every machine; in brackets, speed-up over llama.cpp."""
+    names = {"generation": "decode, 64 tokens after 16", "prompt of 512": ROWS["prompt of 512"]}
+    lines = [["Qwen3.5-0.8B's shape, q4_0", "CPU", "llama.cpp", "billfish, q8"]]
+    for what, row in names.items():
+        for each in results["machines"]:
+            rate = {r["who"]: r["tokens"] / r["seconds"] for r in each["records"] if r["what"] == what}
+            theirs, ours = rate["llama.cpp"], rate["billfish q8"]
+            place = f"{each['cpu']}, {each['threads']} threads"
+            lines.append([row, place, f"{theirs:.0f} tok/s", f"{ours:.0f} tok/s ({ours / theirs:.2f})"])
+    return table(lines)
+
+
 def peers(results: Results) -> str:
     """Whose figures the peers' columns are."""
     found = results["about"]["peers"]
@@ -596,6 +609,7 @@ TABLES: Mapping[str, Table] = {
     "llm-neoverse-peers": Table("llm_neoverse_n1.json", peers),
     "llm-xeon": Table("llm_xeon.json", speed, LLM),
     "llm-xeon-peers": Table("llm_xeon.json", peers),
+    "qwen35": Table("qwen35.json", hybrid, "python -m benchmarks.qwen35_speed --json FILE"),
     "llm-h200": Table("llm_cuda_h200.json", llm_gpu, "python -m benchmarks.llm_cuda --llama FOLDER --json FILE"),
     "llm-h200-prefill-fp8": Table("cuda_bytes_h200.json", prefill_fp8),
     "token-h200": Table("token_h200.json", token_gpu, "python -m benchmarks.token_cuda --json FILE"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from pathlib import Path
@@ -53,10 +54,14 @@ REAL_TENSORS = ("token_embd.weight", "blk.0.attn_q.weight", "blk.7.ffn_down.weig
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        path = item.path.relative_to(HERE) if item.path.is_relative_to(HERE) else item.path
-        for place in (path, *path.parents):
-            if str(place) in MARKS:
-                item.add_marker(MARKS[str(place)])
+        for mark in marks_of(item.path):
+            item.add_marker(mark)
+
+
+@functools.cache
+def marks_of(path: Path) -> list[str]:
+    path = path.relative_to(HERE) if path.is_relative_to(HERE) else path
+    return [MARKS[str(place)] for place in (path, *path.parents) if str(place) in MARKS]
 
 
 @pytest.fixture(scope="session")

@@ -100,6 +100,11 @@ GROUPS = {
             "[options]",
             "billfish info",
         ),
+        "doctor": Command(
+            "check all kernels against NumPy, and a model on each device",
+            "[MODEL] [options]",
+            "billfish doctor model.gguf --report report.json",
+        ),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

@@ -8,7 +8,8 @@ import logging
 
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.backend import check_threads
-from billfish.core.errors import DataError
+from billfish.checkpoints.tokenizer.tokenizer import WITHOUT_TOKENIZER
+from billfish.core.errors import DataError, ModelError, failure
 from billfish.core.machine import allowed_cores
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.model import CheckDecoder, Model, load_checked
@@ -45,8 +46,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, several: bool = Fals
         "--device",
         default="auto",
         metavar="DEVICE",
-        help="cpu, cuda, cuda:N for GPU number N, or auto: what the environment variable BILLFISH_DEVICE says, else "
-        "the first GPU if the model fits, else the CPU (default: auto)",
+        help="cpu, cuda, cuda:N for GPU number N, metal for the GPU of a Mac, or auto: what the environment variable "
+        "BILLFISH_DEVICE says, else the first GPU if the model fits, else the CPU (default: auto)",
     )
     group.add_argument(
         "--activations",
@@ -97,6 +98,8 @@ def load_model(call: str, arguments: argparse.Namespace, path: str | None) -> Mo
     are packed."""
 
     def check(decoder: Decoder) -> None:
+        if problem := decoder.tensors.source.no_tokenizer:
+            raise ModelError(failure(call, problem, WITHOUT_TOKENIZER))
         decoder.check_activations(call, arguments.activations, decoder.usual)
         if arguments.cache_type is not None:
             decoder.set_cache_type(arguments.cache_type)

@@ -12,11 +12,12 @@ import sys
 import time
 from typing import TextIO
 
-from billfish.cli.model_arguments import add_model_arguments, load_model, set_threads
-from billfish.core.errors import DataError, ModelError, readable
+from billfish.cli.model_arguments import add_model_arguments, load_model, load_quickly, set_threads
+from billfish.core.errors import DataError, ModelError, bad_argument, readable
 from billfish.core.files import read_text
 from billfish.core.terminal import Style
 from billfish.llm.chat_template import Message, start_process
+from billfish.llm.drafting.draft_model import check_vocabulary
 from billfish.llm.generation import Generation
 from billfish.llm.kv_cache import Cache
 from billfish.llm.model import Model
@@ -57,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="TEXT",
         help="stop before TEXT would appear in the answer; may be repeated (default: none)",
+    )
+    parser.add_argument(
+        "--draft",
+        metavar="DRAFTER",
+        help="draft several tokens a step, for the same answer: ngram (look-up in the prompt and the answer), the GGUF "
+        "file or folder of a small model with the same vocabulary, or off (default: off)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else (default: off)")
     sampling = parser.add_argument_group("sampling")
@@ -122,6 +129,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.context is not None and not 1 <= arguments.context <= model.config.context:
         most = f"the context length of {readable(model.config.name)} is {model.config.context} tokens"
         raise DataError(f"run: --context {arguments.context} does not fit: {most}.")
+    if arguments.draft not in (None, "ngram", "off"):
+        arguments.draft = _load_draft(arguments.draft, model)
     if chat:
         Chat(model, arguments).talk()
         return
@@ -144,6 +153,15 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         print()
         print_rates(answer, model, arguments.context, first_token)
+
+
+def _load_draft(path: str, model: Model) -> Model:
+    """The model of --draft, on the same device."""
+    if not os.path.lexists(path):
+        raise DataError(bad_argument("run", "--draft", repr(path), "ngram, off, or a GGUF file or model folder"))
+    draft = load_quickly(path, model.decoder.device, None)
+    check_vocabulary("run", model.tokenizer, draft.tokenizer)
+    return draft
 
 
 def model_and_prompt(arguments: argparse.Namespace) -> tuple[str | None, str | None]:
@@ -223,6 +241,7 @@ def _generate(
         repetition_penalty=a.repetition_penalty,
         seed=a.seed,
         stop=a.stop,
+        draft=a.draft,
         activations=a.activations,
         cache=cache,
     )
@@ -237,6 +256,8 @@ def _record(text: str, answer: Generation, first_token: float, model: Model) -> 
         "prompt_tok_per_s": round(answer.prompt_rate, 2),
         "generation_tok_per_s": round(answer.generation_rate, 2),
         "time_to_first_token_s": round(first_token, 4),
+        "drafted_tokens": answer.drafts.drafted,
+        "accepted_tokens": answer.drafts.accepted,
         "model": model.config.name,
         "kernels": model.decoder.kernels,
     }
@@ -250,6 +271,8 @@ def print_rates(answer: Generation, model: Model, context: int | None, first_tok
         ("answer", len(answer.tokens), answer.generation_rate),
     ):
         facts.append(f"{what} {count} token{'s' * (count != 1)}" + (f", {rate:.0f} tok/s" if rate else ""))
+    if answer.drafts.drafted:
+        facts.append(f"{answer.drafts.accepted} of {answer.drafts.drafted} drafted tokens were right")
     if first_token is not None:
         facts.append(f"first token after {first_token:.2f} s")
     facts.append(model.decoder.about)

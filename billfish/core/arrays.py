@@ -107,11 +107,15 @@ class TorchArrays:
 
     def to_numpy(self, array: Any) -> NDArray[Any]:
         torch = sys.modules["torch"]
-        if array.requires_grad or array.is_neg() or array.is_conj():
+        is_parameter = type(array) is torch.nn.Parameter
+        if is_parameter or array.requires_grad or array.is_neg() or array.is_conj():
             array = array.detach().resolve_conj().resolve_neg()
-        if array.dtype is torch.bfloat16:
-            return np.asarray(array.view(torch.int16).numpy()).view(bfloat16)
-        return np.asarray(array.numpy())
+        is_bfloat16 = array.dtype is torch.bfloat16
+        if is_bfloat16:
+            array = array.view(torch.int16)
+        # Memory of which numpy() was called cannot be freed by resize_(0), as FSDP frees that of parameters.
+        numbers = np.from_dlpack(array) if is_parameter else np.asarray(array.numpy())
+        return numbers.view(bfloat16) if is_bfloat16 else numbers
 
     def from_numpy(self, array: NDArray[Any]) -> Any:
         torch = sys.modules["torch"]

@@ -17,6 +17,8 @@ from billfish.backends.cpu.packed import PackedWeights, PlainWeights
 from billfish.backends.cpu.source import codes_of
 from billfish.core.activations import DIGITS, check_activations
 from billfish.core.errors import ModelError, failure
+from billfish.core.format import FORMATS
+from billfish.core.formats.kquants import TwoLevelMinimum, TwoLevelScaled
 from billfish.core.formats.structure import structure_of
 from billfish.core.mixture import GATES
 from billfish.core.quantized_experts import QuantizedExperts
@@ -34,9 +36,11 @@ from billfish.models.description import (
     Dense,
     DenseAndMixture,
     GatedDeltaNet,
+    Mamba2,
     Matrix,
     Mixture,
     Model,
+    ShortConvolution,
     Stack,
     Vector,
 )
@@ -45,6 +49,8 @@ from billfish.ops.matmul import dequantize
 # Gets a layer, one of its inputs, the expert that multiplies it or -1, and the rows.
 Observe = Callable[[int, int, int, Floats], object]
 Part = tuple[int, Cache, list[int]]  # of a passage, with its number: tokens that are fed at once
+MOST_ALIKE = 8  # rows of a drafted step
+TWO_LEVELS = {name for name, format in FORMATS.items() if isinstance(format, (TwoLevelMinimum, TwoLevelScaled))}
 BATCH_BYTES = 1 << 28  # of tensors that are packed in one native call
 
 
@@ -273,6 +279,19 @@ class CpuDecoder(Decoder):
         self._native.finish(np.ascontiguousarray(hidden), digits, out)
         return out
 
+    def rows_alike(self, activations: Activations | None) -> int:
+        """Integer kernels give a row the same bits in any batch, and float ones up to FEW_ROWS. Formats with scales of
+        two levels have another order of additions for more than three rows with q16. An expert's rows are counted by
+        nobody beforehand."""
+        if activations == "exact":
+            return 1 if self.config.has_experts else _cpu.FEW_ROWS
+        two_levels = any(kind in TWO_LEVELS for kind in self.tensors.kinds)
+        return 3 if activations != "q8" and two_levels else MOST_ALIKE
+
+    def logits_alike(self, hidden: Floats, activations: Activations | None) -> Floats:
+        most = self.rows_alike("exact" if activations == "exact" else "q16")  # the head takes no 8 bits
+        return np.concatenate([self.logits(hidden[i : i + most], activations) for i in range(0, len(hidden), most)])
+
     def choose(
         self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
     ) -> list[int]:
@@ -357,8 +376,17 @@ def _state_shape(block: Block) -> tuple[int, int, int, int]:
     """What a layer keeps of a sequence: heads and their size, the window, and the numbers of a recurrent state."""
     mixer = block.mixer
     if not isinstance(mixer, Attention):
-        return 0, 16, 0, mixer.state_numbers
+        return 0, 16, 0, state_numbers(mixer)
     return (mixer.kv_heads, mixer.head_size, mixer.window, 0) if mixer.shares is None else (0, 16, 0, 0)
+
+
+def state_numbers(mixer: GatedDeltaNet | ShortConvolution | Mamba2) -> int:
+    """Float32 numbers that a sequence keeps of a recurrent layer. A delta net's state changes once in a chunk of
+    tokens; until then, the chunk's keys and what they wrote are kept beside it."""
+    if not isinstance(mixer, GatedDeltaNet):
+        return mixer.state_numbers
+    token = mixer.key_heads * mixer.key_size + mixer.value_heads * mixer.value_size
+    return mixer.state_numbers + _cpu.DELTA_CHUNK * token + (_cpu.DELTA_CHUNK + 1) * mixer.value_heads
 
 
 def inputs_of(block: Block) -> list[tuple[Matrix | Stack, ...]]:

@@ -13,7 +13,7 @@ import numpy as np
 from billfish.backends import BACKENDS
 from billfish.backends.cuda.backend import CudaBackend
 from billfish.backends.cuda.compile import check_compiler
-from billfish.backends.cuda.decoder import CHOICE, PAGE, DeviceDecoder, StepMemory, captured, sent
+from billfish.backends.cuda.decoder import DeviceDecoder, captured
 from billfish.backends.cuda.driver import (
     OutOfMemory,
     Pinned,
@@ -27,9 +27,13 @@ from billfish.backends.cuda.driver import (
     free_bytes,
     synchronize,
 )
+from billfish.backends.cuda.embedding import DeviceEmbedding
+from billfish.backends.cuda.recurrent import feed_chunks
+from billfish.backends.cuda.step_memory import CHOICE, PAGE, Batch, StepMemory
 from billfish.core.errors import BackendUnavailable, DataError, ModelError, bad_argument, failure
 from billfish.core.typing import Activations
-from billfish.llm.cuda_kv_cache import CudaCache, PagePool
+from billfish.llm.cuda_blocks import BlockMaker
+from billfish.llm.cuda_kv_cache import CudaCache, SequencePool
 from billfish.llm.cuda_weights import GpuWeights
 from billfish.llm.decoder_base import Decoder, Passage
 from billfish.llm.kv_cache import Floats
@@ -37,6 +41,7 @@ from billfish.llm.model_weights import CALL, ModelTensors
 from billfish.llm.sampler import Sampler
 
 TOGETHER = 256  # texts that go on together, at most
+LONG = 2048  # positions of a text from which on more CTAs share its keys
 COLDEST = 1e-30  # of temperatures: below it, all but the best token have no chance, and float32 no inverse
 SCORED = 64  # rows whose scores are in memory beside a prompt
 EIGHT_BITS = ("fp8", "q8")  # x in products of prompts, where matrices have formats that can; Hopper's
@@ -85,20 +90,32 @@ class CudaDecoder(Decoder):
         under_way()
         weights = GpuWeights(self.tensors, self._ordinal)
         try:
-            layers = [weights.layer(i) for i in range(self.config.layers)]
-            embedding, head = weights.embedding_and_head()
+            maker = BlockMaker(self.config, weights)
+            blocks = [maker.block(i) for i in range(self.config.layers)]
+            per_layer = self.config.per_layer_embedding
+            layer_inputs = None if per_layer is None else maker.layer_inputs(per_layer)
+            table, head = weights.embedding_and_head()
         except OutOfMemory:
             problem = f"{self._gpu.name} is out of memory after {weights.nbytes / 1e9:.1f} GB of the model"
             raise BackendUnavailable(failure(CALL, problem, "Use device='cpu', or a smaller model.")) from None
         self.nbytes = weights.nbytes
-        last_norm = sent(self.last_norm, self._ordinal)
-        self._layers = DeviceDecoder(weights.shape(), layers, embedding, head, last_norm, ordinal=self._ordinal)
+        self._layers = DeviceDecoder(
+            blocks,
+            DeviceEmbedding(table, maker.ropes(), float(np.float32(self.config.embedding_scale))),
+            head,
+            weights.send(self.last_norm / np.float32(self.config.logit_scale)),
+            epsilon=self.config.norm_epsilon,
+            layer_inputs=layer_inputs,
+            logit_cap=self.config.logit_cap,
+            tables=len(maker.layout.tables),
+            ordinal=self._ordinal,
+        )
         self._pages_of_text = -(-self.config.context // PAGE)
         stream = Stream(self._ordinal)
         self._stream = stream.pointer
         with current(self._ordinal):
             self._read = driver().CUevent(int(check(driver().cuEventCreate(2), "an event")))  # 2: without a time
-        self._pool = PagePool(self._layers.shape, stream, self._lock)
+        self._pool = SequencePool(maker.layout, stream, self._lock)
         self._chosen = Pinned(TOGETHER, self._ordinal)
         self._prompts: StepMemory | None = None
         self._tokens: TokenSteps | None = None
@@ -119,14 +136,15 @@ class CudaDecoder(Decoder):
         raise DataError(bad_argument(call, "activations", repr(activations), f"{expected}, on {self._gpu.name}"))
 
     def __del__(self) -> None:
-        """Waits for a step that is under way; then memory may go."""
+        """Waits for a step that is under way; then memory may go. Its stream may be gone already, where the decoder is
+        collected as a part of a cycle."""
         if not hasattr(self, "_stream") or not hasattr(self, "_tokens"):
             return
         try:
             with current(self._ordinal):
+                check(driver().cuCtxSynchronize(), "waiting for the device")
                 if self._tokens is not None:
-                    self._tokens.close()
-                synchronize(self._stream)
+                    self._tokens.destroy_graphs()
                 check(driver().cuEventDestroy(self._read), "an event")
         except Exception:  # the interpreter ends, and the driver may be gone
             return
@@ -140,7 +158,7 @@ class CudaDecoder(Decoder):
         with self._working(passages):
             for group in self._groups(pieces):
                 step, rows = self._prompt_step(), self._launch(group, activations)
-                self._layers.normalize(self._stream, step, rows, self._layers.last_norm)  # adds the last product
+                self._layers.finish(self._stream, step, rows)  # adds the last product
                 hidden = np.empty((rows, self.config.hidden), np.float32)
                 copy_out(hidden, step.at("hidden"), self._stream)
                 row = 0
@@ -160,7 +178,7 @@ class CudaDecoder(Decoder):
             for start in range(0, len(hidden), SCORED):
                 rows = np.ascontiguousarray(hidden[start : start + SCORED])
                 copy_in(step.at("hidden"), rows, self._stream)
-                self._layers.normalize(self._stream, step, len(rows), self._layers.last_norm, added=False)
+                self._layers.finish(self._stream, step, len(rows), added=False)
                 self._layers.score(self._stream, step, len(rows))
                 copy_out(out[start : start + SCORED], step.at("scores"), self._stream)
         return out
@@ -208,6 +226,8 @@ class CudaDecoder(Decoder):
                 if positions > context:
                     problem = f"tokens and cache hold {positions} tokens; the model's context is {context}"
                     raise ModelError(failure("llm.run", problem))
+                assert isinstance(cache, CudaCache)
+                cache.check_state()
                 cache.reserve(positions)
             yield
 
@@ -248,32 +268,48 @@ class CudaDecoder(Decoder):
         """All layers for pieces of texts, and scores for the last row of each that is the last one: how many rows."""
         self._ahead = None  # its text may be another one now
         step, stream, size = self._prompt_step(), self._stream, self._layers.query_block
-        blocks, last, rows = list[tuple[int, int, int, int]](), [], 0
+        blocks, spans, last, rows = list[tuple[int, int, int, int]](), list[tuple[int, int]](), [], 0
         for text, piece in enumerate(pieces):
+            piece.cache.expect(len(piece.tokens))
             first, end = len(piece.cache.tokens), len(piece.cache.tokens) + len(piece.tokens)
             blocks += [(rows + p - first, min(size, end - p), text, p) for p in range(first, end, size)]
+            spans.append((rows, len(piece.tokens)))
             rows += len(piece.tokens)
             if piece.last:
                 last.append(rows - 1)
+        blocks.sort(key=lambda block: -block[3])  # those with the most keys start first
         lengths = [len(piece.tokens) for piece in pieces]
         starts = [len(piece.cache.tokens) for piece in pieces]
         parts = {
             "tokens": [token for piece in pieces for token in piece.tokens],
             "positions": np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]),
             "texts": np.repeat(np.arange(len(pieces)), lengths),
+            "spans": spans,
             "blocks": blocks,
             "scored": last,
         }
         for name, values in parts.items():
             copy_in(step.at(name), np.asarray(values, np.int32), stream)
         for text, piece in enumerate(pieces):
-            copy_in(step.at("pages") + 8 * text * self._pages_of_text, self._pages(piece.cache), stream)
+            for table, pages in enumerate(piece.cache.lists):
+                copy_in(step.pages(table, text), self._pages(pages.pages), stream)
+        copy_in(step.at("states"), np.array([piece.cache.state for piece in pieces], np.uint64), stream)
         if how is not None:
             copy_in(step.at("choices"), how, stream)
-        sizes, x = {"blocks": len(blocks), "scored": len(last)}, activations or "exact"
-        self._layers.prepare(step, rows, **sizes, activations=x)
-        self._layers.run(stream, step, rows, **sizes, activations=x)
+        chunks = self._feed_states(step, pieces)
+        batch, x = Batch(rows, len(pieces), len(blocks), chunks=chunks), activations or "exact"
+        self._layers.prepare(step, batch, scored=len(last), activations=x)
+        self._layers.run(stream, step, batch, scored=len(last), activations=x)
         return rows
+
+    def _feed_states(self, step: StepMemory, pieces: Sequence[Piece]) -> int:
+        """Bring recurrent states to where the pieces begin, and tell the step of their chunks: how many there are."""
+        chunks = []
+        for cache, tokens, *_ in pieces:
+            if cache.states is not None:
+                start = len(cache.tokens)
+                chunks.append(cache.states.prepare(start, len(tokens), self.ends_in(start, tokens)))
+        return feed_chunks(self._stream, step, chunks) if chunks else 0
 
     def _choose_prompts(self, scored: int) -> list[int]:
         step = self._prompt_step()
@@ -283,14 +319,16 @@ class CudaDecoder(Decoder):
         copy_out(tokens, step.at("tokens"), self._stream)
         return [int(token) for token in tokens]
 
-    def _pages(self, cache: CudaCache) -> np.ndarray[Any, Any]:
+    def _pages(self, pages: list[int]) -> np.ndarray[Any, Any]:
         """As many as a row of the table has room for."""
-        return np.array(cache.pages[: self._pages_of_text], np.uint64)
+        return np.array(pages[: self._pages_of_text], np.uint64)
 
     def _taken(self, pieces: Sequence[Piece]) -> None:
         """Keys and values are there."""
         for piece in pieces:
             piece.cache.tokens.extend(piece.tokens)
+            if piece.cache.states is not None:
+                piece.cache.states.done(len(piece.cache.tokens))
 
     # ---- a token of each text -----------------------------------------------------------------------------------
 
@@ -311,45 +349,72 @@ class CudaDecoder(Decoder):
                 self._tokens = None  # before there is another
             self._tokens = TokenSteps(self._layers, rows, self._pages_of_text, self._stream)
         steps, alone = self._tokens, len(passages) == 1
+        goes_on = alone and positions[0] + 1 < min(self.config.context, caches[0].capacity)
+        for cache in caches:
+            cache.expect(1 + goes_on)
         invariant = self._layers.batch_invariant
         asked = Ahead(weakref.ref(caches[0]), positions[0], tokens[0], how.tobytes(), invariant) if alone else None
         if asked is None or asked != ahead:
             steps.feed(tokens, positions, how, caches)
-            steps.launch(len(passages))
+            with states_of(caches, positions, [self.ends_in(p, [t]) for p, t in zip(positions, tokens, strict=True)]):
+                steps.launch(len(passages), long=max(positions) >= LONG)
         d = driver()
         source, count = steps.step.at("tokens"), len(passages)
         check(d.cuMemcpyDtoHAsync(self._chosen.pointer, source, 4 * count, self._stream), "copying from the device")
         check(d.cuEventRecord(self._read, self._stream), "an event")
-        goes_on = alone and positions[0] + 1 < min(self.config.context, caches[0].capacity)
         for sampler in samplers:
             sampler.move_on()
+        if goes_on and caches[0].states is not None:
+            goes_on = caches[0].states.keep()  # if nobody asks for the step, it has to be undone
         if goes_on:  # the next step begins while Python looks at this one's token
             how = choices(samplers)
             steps.feed(None, None, how, caches)
-            steps.launch(1)
+            with states_of(caches, [positions[0] + 1]):
+                steps.launch(1, long=positions[0] + 1 >= LONG)
         check(d.cuEventSynchronize(self._read), "waiting for the device")
         chosen = [int(token) for token in self._chosen.array[:count]]
         if goes_on:
             self._ahead = Ahead(weakref.ref(caches[0]), positions[0] + 1, chosen[0], how.tobytes(), invariant)
-        for cache, fed in passages:
+        for cache, (_, fed) in zip(caches, passages, strict=True):
             cache.tokens.extend(fed)
         return chosen
 
 
+@contextmanager
+def states_of(
+    caches: Sequence[CudaCache], positions: Sequence[int], ends: Sequence[Sequence[int]] = ((),)
+) -> Iterator[None]:
+    """Recurrent states are behind these positions when a decode step is launched, and one further after it. ends: of
+    each cache, the positions where a message ends."""
+    states = [cache.states for cache in caches if cache.states is not None]
+    chunks = [each.prepare(start, 1, end) for each, start, end in zip(states, positions, ends, strict=bool(states))]
+    yield
+    for each, made, start in zip(states, chunks, positions, strict=bool(states)):
+        each.save(made)
+        each.done(start + 1)
+
+
 class TokenSteps:
-    """Steps of one token for each text: their memory, which keeps what it was fed; a graph for each number of texts."""
+    """Steps of one token for each text: their memory, which keeps what it was fed; a graph for each number of texts,
+    and another where one is long."""
 
     def __init__(self, layers: DeviceDecoder, rows: int, pages_of_text: int, stream: int) -> None:
         self.rows, self.step = rows, layers.step(rows, rows, pages_of_text, rows)
         self._layers, self._stream, self._pages_of_text = layers, stream, pages_of_text
-        self._graphs: dict[tuple[int, bool], Any] = {}
-        self._pages: list[tuple[int, ...]] = [()] * rows
+        self._graphs: dict[Any, Any] = {}
+        self._pages: dict[tuple[int, int], list[int]] = {}  # by row and table
+        self._states: list[int] = []
         self._how = b""
-        copy_in(self.step.at("texts"), np.arange(rows, dtype=np.int32), stream)
+        numbers = np.arange(rows, dtype=np.int32)
+        copy_in(self.step.at("texts"), numbers, stream)
+        copy_in(self.step.at("spans"), np.stack([numbers, np.ones_like(numbers)], axis=1), stream)
 
     def close(self) -> None:
         """Wait for what is under way, and let the graphs go."""
         synchronize(self._stream)
+        self.destroy_graphs()
+
+    def destroy_graphs(self) -> None:
         for graph in self._graphs.values():
             check(driver().cuGraphExecDestroy(graph), "a graph")
         self._graphs.clear()
@@ -371,28 +436,35 @@ class TokenSteps:
             self._copy(at("choices"), how)
             self._how = how.tobytes()
         for row, cache in enumerate(caches):
-            pages = tuple(cache.pages[: self._pages_of_text])
-            if pages != self._pages[row]:
-                self._pages[row] = ()
-                self._copy(at("pages") + 8 * row * self._pages_of_text, np.array(pages, np.uint64))
-                self._pages[row] = pages
+            for table, each in enumerate(cache.lists):
+                pages = each.pages[: self._pages_of_text]
+                if pages != self._pages.get((row, table)):
+                    self._pages.pop((row, table), None)
+                    self._copy(self.step.pages(table, row), np.array(pages, np.uint64))
+                    self._pages[row, table] = pages
+        states = [cache.state for cache in caches]
+        if states != self._states:
+            self._states = []
+            self._copy(at("states"), np.array(states, np.uint64))
+            self._states = states
 
     def _copy(self, to: int, array: np.ndarray[Any, Any]) -> None:
         """Returns when the array was read, which is before the device has it: nothing waits for steps under way."""
         check(driver().cuMemcpyHtoDAsync(to, array.ctypes.data, array.nbytes, self._stream), "copying to the device")
 
-    def launch(self, rows: int) -> None:
-        """One step for the first `rows` texts."""
-        key = rows, self._layers.batch_invariant
+    def launch(self, rows: int, *, long: bool) -> None:
+        """One step for the first `rows` texts. long: one of them has many positions."""
+        batch = Batch(rows, rows, long=long)
+        key = batch, self._layers.batch_invariant
         if key in self._graphs:
             check(driver().cuGraphLaunch(self._graphs[key], self._stream), "a graph")
             return
 
         def work(stream: int) -> None:
-            self._layers.run(stream, self.step, rows, scored=rows)
+            self._layers.run(stream, self.step, batch, scored=rows)
             self._layers.choose(stream, self.step, rows)
 
-        self._layers.prepare(self.step, rows, scored=rows)
+        self._layers.prepare(self.step, batch, scored=rows)
         work(self._stream)  # loads what it takes, which a capture does not allow
         self._graphs[key] = captured(work, self._stream)
 

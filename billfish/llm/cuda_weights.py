@@ -3,97 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from billfish.backends.cuda.axes import why_not
-from billfish.backends.cuda.decoder import DeviceMatrix, Layer, Shape, sent
 from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import Buffer
+from billfish.backends.cuda.launcher import DeviceMatrix, sent
+from billfish.core.errors import ModelError, failure
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
-from billfish.llm.model_weights import ModelTensors, Tensor
-from billfish.models.description import Attention, Block, Dense, Matrix
+from billfish.llm.model_weights import CALL, ModelTensors, Tensor
+from billfish.llm.stacked_weights import alike, stacked
+from billfish.models.description import Matrix, Vector
 from billfish.ops.matmul import dequantize
 
-EIGHT = 8  # rows of gate, then of up, that alternate
+EIGHT = 8  # rows of gate, then of up, that alternate; and numbers in 16 bytes
 
 
 class GpuWeights:
     """Reads tensors, one place of a layer at a time, and packs them on a GPU."""
 
     def __init__(self, tensors: ModelTensors, ordinal: int) -> None:
-        self._tensors, self._ordinal = tensors, ordinal
+        self.tensors, self.ordinal = tensors, ordinal
         self._orders: dict[bytes, Buffer] = {}  # matrices with one order share it, and x is put into it once for them
         self.nbytes = 0
 
-    def shape(self) -> Shape:
-        """The sizes of the model, as the decoder takes them. `missing` in devices.py has refused all but dense layers
-        of one kind."""
-        c, rope = self._tensors.config, self._tensors.config.ropes[0]
-        attention, feed_forward = attention_of(c.blocks[0]), dense_of(c.blocks[0])
-        return Shape(
-            layers=c.layers,
-            hidden=c.hidden,
-            heads=attention.heads,
-            kv_heads=attention.kv_heads,
-            head_size=attention.head_size,
-            feed_forward=feed_forward.size,
-            vocabulary=c.vocabulary,
-            epsilon=c.norm_epsilon,
-            frequencies=tuple(self._tensors.frequencies(rope).tolist()),
-            adjacent=rope.adjacent,
-            gate=feed_forward.activation,
-            head_norms=attention.q_norm is not None,
-            embedding_scale=float(np.float32(c.embedding_scale)),
-        )
+    def send(self, array: NDArray[Any]) -> Buffer:
+        """A copy of an array on the device."""
+        return sent(array, self.ordinal)
 
-    def layer(self, i: int) -> Layer:
-        tensors, block = self._tensors, self._tensors.config.blocks[i]
-        attention, dense = attention_of(block), dense_of(block)
-        norms = block.mixer_norm, block.feed_forward_norm, attention.q_norm, attention.k_norm
-        mixer_norm, feed_forward_norm, q_norm, k_norm = (
-            None if norm is None else sent(tensors.vector(norm), self._ordinal) for norm in norms
-        )
-        assert mixer_norm is not None
-        assert feed_forward_norm is not None
-        assert attention.k is not None
-        assert attention.v is not None
-        qkv = self._one_after_the_other([attention.q, attention.k, attention.v])
-        [o] = self._one_after_the_other([attention.output])
-        gate_up = self._alternating(dense.gate, dense.up)
-        [down] = self._one_after_the_other([dense.down])
-        made = Layer(mixer_norm, feed_forward_norm, qkv, o, gate_up, down, q_norm, k_norm)
-        tensors.source.tensors.release()
+    def vector(self, vector: Vector | None) -> Buffer | None:
+        """Its numbers in float32; None for none."""
+        return None if vector is None else self.send(self.tensors.vector(vector))
+
+    def matrix(self, matrix: Matrix) -> DeviceMatrix:
+        [made] = self.matrices([matrix])
         return made
+
+    def table(self, table: Matrix) -> DeviceWeights:
+        """A matrix with a row for each token."""
+        tensor = self.tensors.table(table)
+        if isinstance(tensor, QuantizedTensor) and tensor.permutation is not None:
+            tensor = dequantize(tensor)
+        return self._pack(tensor)
 
     def embedding_and_head(self) -> tuple[DeviceWeights, DeviceMatrix]:
         """The head is the embedding where the file has no other."""
-        table = self._tensors.table(self._tensors.config.embedding)
-        if isinstance(table, QuantizedTensor) and table.permutation is not None:
-            table = dequantize(table)
-        embedding = self._pack(table)
-        c = self._tensors.config
+        c = self.tensors.config
+        embedding = self.table(c.embedding)
         if c.head == c.embedding:
-            self._tensors.matrix(c.head)  # is the same; it counts as one of the kinds
+            self.tensors.matrix(c.head)  # is the same; it counts as one of the kinds
             return embedding, DeviceMatrix(embedding)
-        [head] = self._one_after_the_other([c.head])
-        return embedding, head
+        return embedding, self.matrix(c.head)
 
-    def _one_after_the_other(self, matrices: Sequence[Matrix]) -> tuple[DeviceMatrix, ...]:
+    def matrices(self, matrices: Sequence[Matrix]) -> tuple[DeviceMatrix, ...]:
         """Matrices, neighbours of one kind as one."""
         groups: list[list[tuple[Matrix, Tensor]]] = []
         for matrix in matrices:
-            tensor = self._tensors.matrix(matrix)
+            tensor = self.tensors.matrix(matrix)
             if groups and alike(groups[-1][-1][1], tensor):
                 groups[-1].append((matrix, tensor))
             else:
                 groups.append([(matrix, tensor)])
         return tuple(self._matrix([m for m, _ in group], [t for _, t in group]) for group in groups)
 
-    def _alternating(self, *matrices: Matrix) -> tuple[DeviceMatrix, ...]:
+    def alternating(self, *matrices: Matrix) -> tuple[DeviceMatrix, ...]:
         """Two matrices as one whose rows alternate by eights; or two, where that cannot be."""
-        gate, up = (self._tensors.matrix(matrix) for matrix in matrices)
+        gate, up = (self.tensors.matrix(matrix) for matrix in matrices)
         rows = len(gate) if isinstance(gate, np.ndarray) else gate.shape[0]
         if not alike(gate, up) or rows % EIGHT:
             return tuple(self._matrix([matrix], [t]) for matrix, t in zip(matrices, (gate, up), strict=True))
@@ -102,23 +81,28 @@ class GpuWeights:
 
     def _matrix(self, matrices: Sequence[Matrix], tensors: Sequence[Tensor], rows: Array | None = None) -> DeviceMatrix:
         tensor = stacked(tensors, rows)
+        if tensor.shape[1] % EIGHT:
+            problem = (
+                f"the GPU cannot run {matrices[0].name}.weight: rows of {tensor.shape[1]} numbers, no multiple of 8"
+            )
+            raise ModelError(failure(CALL, problem, "Use device cpu."))
         weights = self._pack(tensor)
-        biases = [self._tensors.bias(matrix) for matrix in matrices]
+        biases = [self.tensors.bias(matrix) for matrix in matrices]
         bias = None
         if any(b is not None for b in biases):
             parts = [np.zeros(t.shape[0], np.float32) if b is None else b for b, t in zip(biases, tensors, strict=True)]
             together = np.concatenate(parts)
-            bias = sent(together if rows is None else together[rows], self._ordinal)
+            bias = sent(together if rows is None else together[rows], self.ordinal)
         order = tensor.permutation if isinstance(tensor, QuantizedTensor) and multiplied(tensor) else None
         if order is None:
             return DeviceMatrix(weights, bias)
         key = order.tobytes()
         if key not in self._orders:
-            self._orders[key] = sent(order, self._ordinal)
+            self._orders[key] = sent(order, self.ordinal)
         return DeviceMatrix(weights, bias, self._orders[key])
 
     def _pack(self, tensor: Tensor) -> DeviceWeights:
-        place = f"cpu:{self._ordinal}"  # memory of ours, not torch's
+        place = f"cpu:{self.ordinal}"  # memory of ours, not torch's
         if isinstance(tensor, QuantizedTensor) and multiplied(tensor):
             weights = DeviceWeights.pack(tensor, place).without_planes()
         else:
@@ -129,52 +113,6 @@ class GpuWeights:
         return weights
 
 
-def attention_of(block: Block) -> Attention:
-    assert isinstance(block.mixer, Attention)
-    return block.mixer
-
-
-def dense_of(block: Block) -> Dense:
-    assert isinstance(block.feed_forward, Dense)
-    return block.feed_forward
-
-
 def multiplied(tensor: QuantizedTensor) -> bool:
     """Whether the kernels multiply with a tensor as it is. Others become plain weights."""
     return not why_not(tensor.format, tensor.group_size, tensor.shape[1])
-
-
-def alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two matrices can be rows of one."""
-    if not isinstance(a, QuantizedTensor) or not isinstance(b, QuantizedTensor):
-        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.dtype == b.dtype
-    specs = a.format.storage_spec(*a.shape, a.group_size)
-    return (
-        (a.format, a.group_size) == (b.format, b.group_size)
-        and same(a.permutation, b.permutation)
-        and all(a.storage[name].dtype == b.storage[name].dtype for name in specs)
-        and all(np.array_equal(a.storage[name], b.storage[name]) for name, spec in specs.items() if spec.n_axis is None)
-    )
-
-
-def same(a: Array | None, b: Array | None) -> bool:
-    """Whether two orders are one."""
-    return a is b or (a is not None and b is not None and np.array_equal(a, b))
-
-
-def stacked(tensors: Sequence[Tensor], rows: Array | None) -> Tensor:
-    """Matrices that are `alike` below each other, their rows in another order if there is one."""
-    first = tensors[0]
-    if len(tensors) == 1:
-        return first
-    if isinstance(first, np.ndarray):
-        together = np.concatenate([tensor for tensor in tensors if isinstance(tensor, np.ndarray)])
-        return together if rows is None else together[rows]
-    quantized = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
-    storage = {}
-    for name, spec in first.format.storage_spec(*first.shape, first.group_size).items():
-        arrays = [tensor.storage[name] for tensor in quantized]
-        whole = arrays[0] if spec.n_axis is None else np.concatenate(arrays, axis=spec.n_axis)
-        storage[name] = whole if rows is None else spec.cut(whole, rows)
-    shape = sum(tensor.shape[0] for tensor in quantized), first.shape[1]
-    return QuantizedTensor.owning(first.format, shape, first.group_size, storage, first.permutation)

@@ -70,6 +70,24 @@ class Decoder(ABC):
         """Feed tokens, as `run` does, but any number: the token that comes next in each text that has a sampler. There
         may be fewer samplers than passages; the last texts then are only fed."""
 
+    def rows_alike(self, activations: Activations | None) -> int:
+        """How many rows of a sequence a pass may have so that each gets the bits that it gets alone."""
+        return 1
+
+    def scores(
+        self, passages: Sequence[Passage], wanted: Sequence[int], activations: Activations | None
+    ) -> list[Floats]:
+        """Feed tokens, as `run` does: the logits [wanted, vocabulary] behind the last `wanted` tokens of each list."""
+        hidden = self.run(passages, activations)
+        ends = np.cumsum([len(tokens) for _, tokens in passages])
+        rows = [hidden[end - count : end] for end, count in zip(ends, wanted, strict=True)]
+        logits = self.logits_alike(np.concatenate(rows), activations)
+        return np.split(logits, np.cumsum(wanted)[:-1])
+
+    def logits_alike(self, hidden: Floats, activations: Activations | None) -> Floats:
+        """As `logits`, where each row gets the bits that it gets alone."""
+        return self.logits(hidden, activations)
+
     @abstractmethod
     def check_activations(self, call: str, activations: str | None, usual: Activations | None) -> Activations | None:
         """Raises unless the device multiplies with such activations. None: `usual`."""

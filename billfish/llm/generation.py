@@ -11,7 +11,8 @@ from billfish.core.errors import DataError
 from billfish.core.typing import Activations
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.detokenizer import Detokenizer, Token, check_text_settings
-from billfish.llm.kv_cache import Cache
+from billfish.llm.drafting.drafter import MOST_DRAFTED, Controller, DraftCounts, Drafter
+from billfish.llm.kv_cache import Cache, shared_length
 from billfish.llm.sampler import RequestSampler, Sampling
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Generation(Iterator[str]):
     logprobs: a :class:`Token` for each token of the text with its log probability, or None if it was not asked for.
     prompt_tokens, reused_tokens: of the prompt, all of them, and those that the cache already held.
     prompt_seconds, generation_seconds: time to the first token, and of all later ones.
+    drafts: how many tokens were drafted, and how many of these were right.
     decoder, tokenizer, prompt, max_tokens, sampling, activations, cache, stop, grammar: what
     :meth:`Model.generate` makes of its arguments.
 
@@ -57,6 +59,7 @@ class Generation(Iterator[str]):
         stop: Sequence[str] = (),
         logprobs: int | None = None,
         grammar: CompiledGrammar | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """Arguments are those of :meth:`Model.generate`, checked and encoded."""
         call = "llm.generate"
@@ -77,6 +80,8 @@ class Generation(Iterator[str]):
         self._sampler = RequestSampler(sampling, prompt, matcher, logprobs)
         self._detokenizer = Detokenizer(tokenizer, stop, self._most)
         self._is_cut_by_context = room < max_tokens
+        self._drafter, self.drafts = drafter, DraftCounts()
+        self._controller = Controller(min(MOST_DRAFTED, decoder.rows_alike(activations) - 1))
         self._pieces: list[str] = []
         self._read = 0  # pieces that were iterated over
 
@@ -121,18 +126,54 @@ class Generation(Iterator[str]):
         return self._pieces[self._read - 1]
 
     def _step(self) -> None:
-        """Decode one token."""
-        if not self.tokens:
+        """Decode one token, or several where a draft is right."""
+        is_first, started = not self.tokens, time.perf_counter()
+        if is_first:
             self._cache.reserve(min(self.prompt_tokens + self._most, self._decoder.config.context))
-        started = time.perf_counter()
-        token, there = self._decoder.go_on(self._cache, self._sequence, self._sampler, self._activations)
+        drafted = [] if is_first else self._draft()
+        if drafted:
+            accepted = self._verify(drafted)
+        else:
+            token, there = self._decoder.go_on(self._cache, self._sequence, self._sampler, self._activations)
+            accepted = 0
         seconds = time.perf_counter() - started
+        if is_first:
+            self.prompt_seconds, self.reused_tokens = seconds, there
+        else:
+            self.generation_seconds += seconds
+            self._controller.note(len(drafted), accepted, seconds)
+            self.drafts.note(len(drafted), accepted)
+        if not drafted:
+            self._take(token)
+
+    def _draft(self) -> list[int]:
+        """Tokens that may come next: as many as are worth a try, and as there is room for behind the next one."""
+        if self._drafter is None:
+            return []
+        most = min(self._controller.length(), self._most - len(self.tokens) - 1)
+        return self._drafter.draft(self._sequence, most) if most > 0 else []
+
+    def _verify(self, drafted: list[int]) -> int:
+        """Compute drafted tokens in one pass, and keep them as long as they are the ones that the sampler chooses.
+        Returns how many are kept."""
+        cache, accepted = self._cache, 0
+        with cache.lock:
+            there = cache.rollback(shared_length(cache.tokens, self._sequence[:-1]))
+            passage = cache, [*self._sequence[there:], *drafted]
+            [rows] = self._decoder.scores([passage], [len(drafted) + 1], self._activations)
+            for row, guess in zip(rows, [*drafted, None], strict=True):
+                token = self._sampler.choose(row)
+                self._take(token)
+                accepted += token == guess
+                if token != guess or self.finish_reason is not None:
+                    break
+            cache.rollback(len(self._sequence) - 1)
+        return accepted
+
+    def _take(self, token: int) -> None:
+        """The next token of the answer."""
         if self._sampler.error:
             raise DataError(self._sampler.error)
-        if self.tokens:
-            self.generation_seconds += seconds
-        else:
-            self.prompt_seconds, self.reused_tokens = seconds, there
         self.tokens.append(token)
         self._sequence.append(token)
         piece = self._detokenizer.take(token, self._sampler)

@@ -134,6 +134,7 @@ class Vocabulary:
     def record(self) -> dict[str, Any]:
         """The vocabulary as JSON, for grammar_process.py. Each byte of a token is a character. Control tokens and those
         that only fill up the vocabulary are in no text. They begin with 0xff."""
+        self._tokenizer.check(CALL)
         ends = sorted(token for token in self._tokenizer.ends if token < self.size)
         if not ends:
             problem = "this model has no end token, which a grammar needs"

@@ -36,6 +36,9 @@ from billfish.core.typing import Activations, CacheType, Method
 from billfish.llm.chat_template import RESERVED, ChatTemplate, Message
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.devices import check_device, make_decoder
+from billfish.llm.drafting.draft_model import ModelDrafter, check_vocabulary
+from billfish.llm.drafting.drafter import Drafter
+from billfish.llm.drafting.ngram import NgramDrafter
 from billfish.llm.generation import Generation, generate_batch
 from billfish.llm.kv_cache import Cache
 from billfish.llm.model_files import open_source
@@ -115,7 +118,7 @@ class Model:
             tokenizer: list[Future[Tokenizer]] = []  # the vocabulary is read while native threads pack the weights
             self.decoder.pack(lambda: tokenizer.append(pool.submit(source.tokenizer)))
             self.tokenizer = tokenizer[0].result()
-        self.decoder.message_ends = frozenset(self.tokenizer.ends)
+        self.decoder.message_ends = self.tokenizer.ends
 
     @cached_property
     def template(self) -> ChatTemplate | None:
@@ -144,6 +147,7 @@ class Model:
         logprobs: int | bool | None = None,
         response_format: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        draft: str | Model | None = None,
         activations: Activations | None = None,
         raw: bool = False,
         cache: Cache | None = None,
@@ -163,6 +167,9 @@ class Model:
         response_format: OpenAI's, such as {"type": "json_object"} or {"type": "json_schema", "json_schema":
         {"schema": schema}}. The text is then JSON, unless max_tokens cuts it. Needs llguidance.
         chat_template_kwargs: further variables for the chat template, such as {"enable_thinking": False}.
+        draft: "ngram" drafts tokens that followed the last ones before, in the prompt or the answer; a smaller
+        :class:`Model` with the same vocabulary drafts with its own answer. The answer is the same, to the bit, and may
+        come sooner; `drafts` of the answer counts. None: one token a step.
         activations: as in :func:`billfish.quantized_linear`. None is "q16" on the CPU and float16 on a GPU. On a Hopper
         GPU, "fp8" and "q8" round the activations of the prompt to 8 bits.
         raw: continue a text prompt as it is, without the chat template.
@@ -177,7 +184,7 @@ class Model:
         """
         penalties, bias = (presence_penalty, frequency_penalty, repetition_penalty), logit_bias or {}
         sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, bias, CALL)
-        how = stop, logprobs, response_format, chat_template_kwargs, activations, raw, cache
+        how = stop, logprobs, response_format, chat_template_kwargs, draft, activations, raw, cache
         return self._start(prompt, max_tokens, sampling, unknown, *how).finish()
 
     def stream(
@@ -198,6 +205,7 @@ class Model:
         logprobs: int | bool | None = None,
         response_format: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        draft: str | Model | None = None,
         activations: Activations | None = None,
         raw: bool = False,
         cache: Cache | None = None,
@@ -216,7 +224,7 @@ class Model:
         """
         penalties, bias = (presence_penalty, frequency_penalty, repetition_penalty), logit_bias or {}
         sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, bias, CALL)
-        how = stop, logprobs, response_format, chat_template_kwargs, activations, raw, cache
+        how = stop, logprobs, response_format, chat_template_kwargs, draft, activations, raw, cache
         return self._start(prompt, max_tokens, sampling, unknown, *how)
 
     def generate_batch(
@@ -255,6 +263,7 @@ class Model:
         _check_settings(call, self.generate_batch, max_tokens, unknown)
         if isinstance(prompts, str):
             raise DataError(bad_argument(call, "prompts", "a str", "a list of prompts"))
+        self.tokenizer.check(call)  # the answers are texts
         penalties, bias = (presence_penalty, frequency_penalty, repetition_penalty), logit_bias or {}
         sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, bias, call)
         tokens = [self.encode(prompt, raw) for prompt in prompts]
@@ -270,6 +279,7 @@ class Model:
         logprobs: int | bool | None,
         response_format: Mapping[str, Any] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
+        draft: str | Model | None,
         activations: Activations | None,
         raw: bool,
         cache: Cache | None,
@@ -294,7 +304,20 @@ class Model:
             stop=_strings("stop", stop),
             logprobs=(0 if logprobs else None) if isinstance(logprobs, bool) else logprobs,
             grammar=grammar,
+            drafter=self._drafter(draft),
         )
+
+    def _drafter(self, draft: str | Model | None) -> Drafter | None:
+        """What drafts the tokens of one answer."""
+        if isinstance(draft, Model):
+            check_vocabulary(CALL, self.tokenizer, draft.tokenizer)
+            return ModelDrafter(draft.decoder)
+        if draft in (None, "off"):
+            return None
+        if draft != "ngram":
+            expected = "'ngram', a billfish.llm.Model with the same vocabulary, or None"
+            raise DataError(bad_argument(CALL, "draft", repr(draft), expected))
+        return NgramDrafter()
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

@@ -34,6 +34,7 @@ class Source:
     vocabulary: int  # tokens, and rows of the embedding
     tokenizer: Callable[[], Tokenizer]
     template: Callable[[], str | None]
+    no_tokenizer: str = ""  # why there is none
 
     def check_matrices(self, names: Iterable[str]) -> None:
         """Raises if these matrices, packed, would take more memory than files of this size may cost: each is padded."""
@@ -63,19 +64,23 @@ def open_source(path: Path) -> Source:
 
 
 def _of_gguf(checkpoint: Checkpoint, fields: Metadata) -> Source:
-    if fields.get("general.architecture") in ARCHITECTURES:
+    problem, vocabulary = gguf_tokenizer.problem_of(fields), fields.length("tokenizer.ggml.tokens")
+    if fields.get("general.architecture") in ARCHITECTURES and not problem:
         gguf_tokenizer.check_fields(fields)
-    vocabulary = fields.length("tokenizer.ggml.tokens")
+    if problem and EMBEDDING in checkpoint:
+        vocabulary = checkpoint.describe(EMBEDDING).shape[0]
     _check_vocabulary(checkpoint, vocabulary)
     template = partial(fields.get, "tokenizer.chat_template")
-    return Source(checkpoint, fields, vocabulary, partial(gguf_tokenizer.read_metadata, fields), template)
+    tokenizer: Callable[[], Tokenizer] = partial(gguf_tokenizer.read_metadata, fields)
+    if problem:
+        tokenizer = partial(gguf_tokenizer.without_tokenizer, fields, vocabulary)
+    return Source(checkpoint, fields, vocabulary, tokenizer, template, problem)
 
 
 def _of_folder(checkpoint: Checkpoint, path: Path) -> Source:
     tensors = by_gguf_names(checkpoint)
     if left := [name for name in checkpoint if is_of_images(name)]:
-        LOGGER.info("%d tensors for images are left out: only text is run.", len(left))
-    tokenizer_json.check_files(path)
+        LOGGER.info("%d tensors for images or sound are left out: only text is run.", len(left))
     untied = checkpoint.config.get("tie_word_embeddings") is False
     for name in (EMBEDDING, HEAD) if untied else (EMBEDDING,):
         if name not in tensors:
@@ -83,8 +88,10 @@ def _of_folder(checkpoint: Checkpoint, path: Path) -> Source:
     shape = tensors.describe(EMBEDDING).shape
     vocabulary = shape[0] if shape else 0
     _check_vocabulary(checkpoint, vocabulary)
-    tokenizer = partial(tokenizer_json.read_folder, path, vocabulary)
-    return Source(tensors, tensors.metadata, vocabulary, tokenizer, partial(tokenizer_json.chat_template, path))
+    problem = tokenizer_json.problem_of(path)
+    read = tokenizer_json.without_tokenizer if problem else tokenizer_json.read_folder
+    template = partial(tokenizer_json.chat_template, path)
+    return Source(tensors, tensors.metadata, vocabulary, partial(read, path, vocabulary), template, problem)
 
 
 def _check_vocabulary(checkpoint: Checkpoint, tokens: int) -> None:

@@ -64,7 +64,20 @@ POST_NORMS = {  # after each part, before it is added
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-IMAGES = ("model.visual.", "visual.")  # how tensors begin that are of images
+# How tensors begin that are of images or of sound.
+IMAGES = tuple(
+    f"{at}{part}."
+    for at in ("", "model.")
+    for part in (
+        *("visual", "vision_tower", "vision_embedder", "embed_vision", "audio_tower", "embed_audio"),
+        "multi_modal_projector",
+    )
+)
+TEXT_PREFIXES = {  # how tensors of the language model begin beside such parts, and how they do without
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 # How folders have experts: a matrix each, called gate_proj, up_proj and down_proj, or Mixtral's w1, w3 and w2; stacks
 # `experts.gate_up_proj` [E, 2 I, H], gate above up; Granite's `input_linear.weight` and `output_linear.weight`; or
@@ -169,9 +182,9 @@ class Architecture:
     # ---- tensors -----------------------------------------------------------------------------------------------------
 
     def prefixes(self, layers: int) -> dict[str, str]:
-        """How names of tensors may begin in folders, and how they then would without parts for images or drafts: only
-        so do tables of modules know them. "" for tensors that are not read."""
-        return {"model.language_model.": "model.", **dict.fromkeys(IMAGES, "")}
+        """How names of tensors may begin in folders, and how they then would without parts for images, sound or drafts:
+        only so do tables of modules know them. "" for tensors that are not read."""
+        return {**TEXT_PREFIXES, **dict.fromkeys(IMAGES, "")}
 
     def own_name(self, f: Fields, module: str) -> str:
         """GGUF's name of a module of a layer, where it depends on the hyperparameters."""
@@ -253,8 +266,8 @@ class Architecture:
         for name in ("hidden_act", "hidden_activation"):
             if config.get(name) and config[name] not in self.hidden_acts:
                 refuse_setting(name, " or ".join(map(repr, self.hidden_acts)))
-        if config.get("use_bidirectional_attention"):
-            refuse_setting("use_bidirectional_attention", "none")
+        if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # which text does not see
+            refuse_setting("use_bidirectional_attention", "none, or 'vision',")
         for name, only in self.fixed.items():
             if config.get(name, only) != only:
                 raise CheckpointError(

@@ -41,7 +41,7 @@ SHARED_LAYERS, LAYER_SIZE = "attention.shared_kv_layers", "embedding_length_per_
 
 
 class Gemma4(Architecture):
-    """Gemma 4, text (E2B, E4B, 12B, 26B-A4B, 31B): as Gemma 3 with head sizes by layer, V norm, shared KV layers,
+    """Gemma 4, text (E2B, E4B, 26B-A4B, 31B): as Gemma 3 with head sizes by layer, V norm, shared KV layers,
     per-layer embeddings, MoE beside a dense MLP."""
 
     gguf, model_type, transformers = "gemma4", "gemma4_text", "Gemma4ForCausalLM"
@@ -262,3 +262,13 @@ class Gemma4(Architecture):
             mixture_norm=self.norm(f, i, "pre_ffw_norm_2"),
             mixture_post_norm=self.norm(f, i, "post_ffw_norm_2"),
         )
+
+
+class Gemma4Unified(Gemma4):
+    """Gemma 4 12B, text: as the other Gemma 4."""
+
+    model_type, transformers = "gemma4_unified_text", "Gemma4UnifiedForCausalLM"
+    defaults = Gemma4.defaults | {"sliding_window": 1024, "hidden_size_per_layer_input": 0}
+
+    def matches(self, fields: Fields) -> bool:
+        return False  # a GGUF file becomes a folder of the other type, which can say the same

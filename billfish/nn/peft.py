@@ -48,6 +48,8 @@ class MarlinLoraLinear(LoraLinear):
         'MarlinLoraLinear'
     """
 
+    base_layer: torch.nn.Module
+
     def __init__(self, base_layer: Any, adapter_name: str, config: LoraConfig, **settings: Any) -> None:
         check_config(config)
         with warnings.catch_warnings():  # peft does not know the layer by name, but reads its sizes

@@ -115,7 +115,7 @@ class BillfishConfig(QuantizationConfigMixin):
         if group_size is not None and group_size != -1:
             known.check_group_size(call, group_size, None)
         check_method(call, method)
-        self.quant_method = quant_method  # type: ignore[assignment]  # theirs are an enum, which plug-ins cannot extend
+        self.quant_method = quant_method  # theirs are an enum, which plug-ins cannot extend
         self.format, self.group_size = known.name, known.default_group_size if group_size is None else group_size
         self.method, self.activations = method, check_activations(call, activations)
         self.options = known.check_options(call, options or {})
@@ -358,7 +358,7 @@ class QuantizeWeight(ConversionOps):
     ) -> None:
         self.chosen, self.stacks, self.statistics = chosen, stacks, statistics
 
-    def convert(  # type: ignore[override]  # transformers passes all by name, these among them
+    def convert(  # transformers passes all by name, these among them
         self, input_dict: dict[str, Any], model: Any, full_layer_name: str, missing_keys: Any, **kwargs: Any
     ) -> dict[str, Any]:
         (value,) = input_dict.values()

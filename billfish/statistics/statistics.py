@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from billfish.checkpoints.names.expert_stacks import stacks_in
-from billfish.checkpoints.names.gguf_names import EMBEDDING, HEAD, gguf_name, is_gguf_name
+from billfish.checkpoints.names.gguf_names import EMBEDDING, HEAD, gguf_name, is_gguf_name, is_part, module_name
 from billfish.checkpoints.safetensors_files import MappedFile
 from billfish.checkpoints.write.resumable_writer import digest_of
 from billfish.core.errors import DataError, bad_argument, failure
@@ -60,6 +60,7 @@ class Statistics(Mapping[str, InputStatistics]):
         self._inputs = dict(inputs)
         self._own_names = {_key(name): name for name in reversed(self._inputs)}
         self.architecture, self.window, self.texts, self.run = architecture, window, tuple(texts), run
+        self._by_module = {self._module(name): name for name in reversed(self._inputs)}
         self.shapes = {name: tuple(shape) for name, shape in (shapes or {}).items()}
         self.file: MappedFile | None = None  # where the arrays are
         for name, known in self._inputs.items():
@@ -79,7 +80,13 @@ class Statistics(Mapping[str, InputStatistics]):
 
     def _own(self, name: str) -> str:
         """The name that a matrix has here."""
-        return name if name in self._inputs else self._own_names.get(_key(name), name)
+        if name in self._inputs:
+            return name
+        return self._own_names.get(_key(name)) or self._by_module.get(self._module(name), name)
+
+    def _module(self, name: str) -> str:
+        """What a folder has for a matrix, which may be one with others: all of them have the same inputs."""
+        return module_name(name if name.endswith(".weight") else f"{name}.weight", self.architecture)
 
     @property
     def has_outer(self) -> bool:
@@ -129,7 +136,7 @@ class Statistics(Mapping[str, InputStatistics]):
                 raise refused(call, name, f"there are none. There are some of {self._examples()}", OTHER_MODEL)
             return
         known, expected = self[name], self.shapes.get(self._own(name), ())
-        if len(shape) == 2 and expected not in ((), tuple(shape)):
+        if len(shape) == 2 and expected not in ((), tuple(shape)) and not is_part(name, self.architecture):
             raise refused(call, name, f"they are of a matrix {expected}, and the model has {shape}", OTHER_MODEL)
         wanted = (shape[0], shape[2]) if len(shape) == 3 else (shape[-1],)
         if known.squares.shape != wanted and not _is_flat_stack(known, shape):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,6 +66,17 @@ def test_a_random_model_opens_and_gives_scores_of_about_size_one(tmp_path, tied)
     logits = bf.llm.load(path).logits([1, 2, 300])
     assert logits.shape == (3, 320)
     assert 0.5 < logits.std() < 2
+
+
+@pytest.mark.parametrize("name", random_model.MIXTURES)
+def test_a_random_model_with_experts_opens_and_gives_scores(tmp_path, name):
+    sizes = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "head_size": 32, "experts": 8, "expert_size": 64}
+    shape = replace(random_model.MIXTURES[name], **sizes, chosen=2, vocabulary=320, context=256)
+    random_model.write_random_model(tmp_path / "tiny.gguf", shape)
+    logits = bf.llm.load(tmp_path / "tiny.gguf", device="cpu").logits([1, 2, 300])
+    assert 0.5 < logits.std() < 2
+    found = {tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors}
+    assert found == {"F32", shape.blocks.upper(), shape.rest.upper()}
 
 
 def test_another_reader_finds_the_tensors_that_the_shape_says(tmp_path):

@@ -73,6 +73,7 @@ def assert_read_as_by_the_library(path: Path) -> None:
         assert info.kind == "Q8_1" or info.nbytes == found.n_bytes
 
 
+@pytest.mark.full  # test_containers.py has the library read this file, too
 def test_the_real_header_is_what_the_library_reads():
     assert_read_as_by_the_library(default_model())
 

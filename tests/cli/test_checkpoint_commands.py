@@ -420,7 +420,7 @@ def run_and_kill(command: list[str], partial: Path, at_bytes: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
-@pytest.mark.parametrize(("kind", "seed"), [("folder", 1), ("gguf", 2)])
+@pytest.mark.parametrize(("kind", "seed"), [("folder", 1), pytest.param("gguf", 2, marks=pytest.mark.full)])
 def test_killed_three_times_it_ends_with_the_same_bytes(tmp_path, kind, seed):
     """Three random moments for each kind. Each run goes on where the one before was killed.
 

@@ -29,6 +29,7 @@ LINES = {
     "formats": [""],
     "explain": ["fp4 3"],
     "info": [""],
+    "doctor": ["MODEL --backend cpu --report report.json"],
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 from cases import first
 from common import assert_same_bits, facts
-from llm_architectures import MODELS, TOKENS, write_model
+from llm_architectures import LLAMA_CPP, MODELS, POSITIONS, TOKENS, write_model
 from llm_folders import edit, in_transformers, write_tokenizer
 from llm_models import Small
 from llm_models import write_model as write_gguf
@@ -20,13 +21,16 @@ from safetensors.numpy import load_file, save_file
 from stack_models import gpt_oss_folder
 
 import billfish as bf
-from billfish.backends import BACKENDS
 from billfish.backends.cpu import _cpu
+from billfish.checkpoints.names.expert_stacks import by_stacks
 from billfish.checkpoints.names.gguf_names import by_gguf_names
-from billfish.llm import devices, load
+from billfish.checkpoints.write.target import is_sensitive
+from billfish.llm import load
 from billfish.models import ARCHITECTURES
+from billfish.statistics import InputStatistics, Statistics
 
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
+VECTORS = load_file(Path(__file__).parents[1] / "support" / "vectors" / "architectures.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +66,16 @@ def test_a_folder_gives_the_logits_of_transformers(folder_of, name):
 def test_a_gguf_file_gives_the_logits_of_transformers(folder_of, name, tmp_path):
     bf.convert(folder_of(name), tmp_path / "m.gguf", "gguf")
     assert close(load(tmp_path / "m.gguf", device="cpu").logits(TOKENS), in_transformers(folder_of(name), TOKENS))
+
+
+@pytest.mark.parametrize("name", LLAMA_CPP)
+def test_logits_are_those_of_llama_cpp(folder_of, name, tmp_path):
+    """It got a GGUF file of ours; see make_architecture_vectors.py."""
+    folder = tmp_path if LLAMA_CPP[name] else folder_of(name)
+    if LLAMA_CPP[name]:
+        write_model(folder, name, **LLAMA_CPP[name])
+    logits = load(folder, device="cpu").logits(TOKENS)[POSITIONS]
+    assert close(logits, VECTORS[name])
 
 
 @EVERY_MODEL
@@ -148,18 +162,51 @@ def test_any_number_of_threads_gives_the_same_bits(folder_of, name, activations)
         assert_same_bits(other, results[0])
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "qwen3moe"])
-def test_texts_of_a_batch_get_the_bits_they_get_alone(folder_of, name):
+@EVERY_MODEL
+def test_batches_odd_pieces_and_rollbacks_give_the_same_bits(folder_of, name):
+    """A sequence gets the same bits alone and beside others, prefilled in any pieces, and after a rollback."""
     model = load(folder_of(name), device="cpu")
-    texts = [TOKENS[:n] for n in (3, 17, 1, 33)]
-    caches = [model.cache() for _ in texts]
-    for cache, text in zip(caches, texts, strict=True):
-        model.decoder.run([(cache, text)], "exact")
-    together = model.decoder.run([(cache, [7]) for cache in caches], "exact")
-    for text, row in zip(texts, together, strict=True):
+    run, texts = model.decoder.run, [TOKENS[:n] for n in (3, 17, 1, 33)]
+    alone = []
+    for text in texts:
         cache = model.cache()
-        model.decoder.run([(cache, text)], "exact")
-        assert_same_bits(model.decoder.run([(cache, [7])], "exact")[0], row)
+        alone.append(np.concatenate([run([(cache, text)], "exact"), run([(cache, [7])], "exact")]))
+    # Prefill: a batch of pieces of several sequences, of 1 to 13 tokens each.
+    caches, rows = [model.cache() for _ in texts], [[] for _ in texts]
+    for start, end in ((0, 1), (1, 6), (6, 13), (13, 26), (26, 33)):
+        going = [i for i, text in enumerate(texts) if text[start:end]]
+        parts = [texts[i][start:end] for i in going]
+        together = run([(caches[i], part) for i, part in zip(going, parts, strict=True)], "exact")
+        for i, part in zip(going, np.split(together, np.cumsum([len(part) for part in parts])[:-1]), strict=True):
+            rows[i].append(part)
+    # Decode: one token of each sequence.
+    for i, row in enumerate(run([(cache, [7]) for cache in caches], "exact")):
+        assert_same_bits(np.concatenate([*rows[i], row[None]]), alone[i])
+    # Rollback: a sequence goes on from where its cache can go back to.
+    cache, text = caches[3], [*texts[3], 7]
+    kept = cache.rollback(20)
+    assert 0 <= kept <= 20
+    assert cache.tokens == text[:kept]
+    assert_same_bits(run([(cache, text[kept:])], "exact"), alone[3][kept:])
+
+
+@EVERY_MODEL
+def test_statistics_are_found_under_every_name(folder_of, name):
+    """Of a folder's matrices for GGUF's, which may be parts of them, and the other way round."""
+    folder = bf.open_checkpoint(folder_of(name))
+    sides = [{each: view.describe(each).shape for each in view} for view in (by_stacks(folder), by_gguf_names(folder))]
+    one = np.ones((), np.int64)
+    matrices = [{each: shape for each, shape in side.items() if is_matrix(each, shape)} for side in sides]
+    for known, wanted in (matrices, matrices[::-1]):
+        inputs = {each: InputStatistics(np.ones(shape[-1]), one) for each, shape in known.items()}
+        statistics = Statistics(inputs, architecture=MODELS[name][0], shapes=known)
+        for each, shape in wanted.items():
+            statistics.check_matrix("quantize", each, shape, "mse")
+            assert each in statistics
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and name.endswith(".weight") and not is_sensitive(name) and "conv" not in name
 
 
 # ---- settings that must matter ---------------------------------------------------------------------------------------
@@ -360,30 +407,3 @@ def test_blocks_that_draft_are_kept_and_not_run(folder_of, tmp_path):
         assert_same_bits(model.logits(TOKENS), expected)
     bf.convert(tmp_path / "m.gguf", tmp_path / "back", "plain")
     assert load_file(tmp_path / "back" / "model.safetensors").keys() == (arrays | last | more).keys()
-
-
-# ---- on a GPU --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "features"),
-    [
-        ("gpt-oss", "experts, sliding windows, attention sinks, rotations with a magnitude"),
-        ("gemma3", "sliding windows, post-norms, layers that rotate differently, "
-                   "queries with a scale of their own"),
-        ("olmoe", "experts, norms over all heads"),
-        ("lfm2", "short convolutions"),
-        ("qwen35", "gated delta nets"),
-    ],
-)  # fmt: skip
-def test_a_gpu_says_what_it_does_not_run(folder_of, name, features, monkeypatch, caplog):
-    """Whether there is a GPU or not: these models never get as far."""
-    monkeypatch.delenv("BILLFISH_DEVICE", raising=False)
-    monkeypatch.setattr(devices, "_has_driver", lambda: True)
-    monkeypatch.setattr(BACKENDS["cuda"], "usable", lambda: (True, ""))
-    message = f"llm.load: |{features}|GPU"
-    model = load(folder_of(name), device="auto")
-    assert model.decoder.device == "cpu"
-    assert re.search(facts(f"{message}|The CPU runs it."), caplog.text)
-    with pytest.raises(bf.BackendUnavailable, match=facts(message)):
-        devices.make_decoder("cuda:0", model.decoder.tensors)

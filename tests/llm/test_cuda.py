@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llm_architectures import MODELS
+from llm_architectures import write_model as write_architecture
 from llm_models import Small, write_model
 from llm_oracle import divergence
 from llm_text import samples
@@ -56,6 +58,29 @@ def test_scores_are_the_cpus(pair, architecture, quantization):
     cpu, gpu = pair(architecture, quantization)
     assert close(gpu.logits(TOKENS), cpu.logits(TOKENS, activations="exact"))
     assert gpu.decoder.kernels.startswith(device().name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_architecture_gives_the_cpus_logits(tmp_path, monkeypatch, name):
+    """Of random routers a few scores tie, so that a row may take another expert: the median row counts."""
+    write_architecture(tmp_path, name, max_position_embeddings=512)
+    cpu, gpu = (load(tmp_path, device=device) for device in ("cpu", "cuda"))
+    text = [4 + token % 60 for token in TOKENS]
+    expected, found = cpu.logits(text, activations="exact"), gpu.logits(text)
+    errors = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert np.median(errors) < 1e-2
+    caches, samplers, starts = [gpu.cache() for _ in range(3)], [Sampling().sampler() for _ in range(3)], (5, 63, 120)
+    fed, behind = [text[:start] for start in starts], []
+    for i in range(8):
+        chosen = gpu.decoder.choose(list(zip(caches, fed, strict=True)), samplers, None)
+        scores = [expected[start + i - 1] for start in starts]
+        behind += [(row.max() - row[token]) / row.std() for row, token in zip(scores, chosen, strict=True)]
+        fed = [[text[start + i]] for start in starts]
+    assert np.median(behind) < 0.05
+    monkeypatch.setattr(bf.BACKENDS["cuda"], "batch_invariant", True)
+    prompts = [text[:n] for n in (5, 80, 1, 33, 64, 129)]
+    together = gpu.generate_batch(prompts, max_tokens=8)
+    assert together == ["".join(gpu.generate(prompt, max_tokens=8)) for prompt in prompts]
 
 
 def mixed(name: str, tensor: np.ndarray) -> Any:

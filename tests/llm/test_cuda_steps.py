@@ -1,24 +1,19 @@
-"""What the decoder of a GPU asks of its driver, on a driver that needs no GPU: steps, graphs, pages, steps ahead.
-
-Kernels compute nothing there. The fake's `choose` takes the token after the one that was fed, so that every answer
-counts up, and each step must be fed the right token at the right position of the right pages.
-"""
+"""What the decoder of a GPU asks of its driver, on a driver that needs no GPU: steps, graphs, pages, steps ahead."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from cuda_fake import FakeDriver, Names
+from cuda_fake_gpu import VOCABULARY, FakeGpu
+from llm_architectures import write_model as write_architecture
 from llm_models import Small, write_model
 from serving_support import submit
 
 import billfish as bf
-from billfish.backends.cuda import decoder
+from billfish.backends.cuda import step_memory
 from billfish.core.errors import BackendUnavailable
 from billfish.llm import Model, cuda, cuda_kv_cache, load
 from billfish.llm.sampler import Sampling
@@ -26,148 +21,6 @@ from billfish.serving.engine.engine import Engine
 from billfish.serving.engine.requests import Request
 
 SMALL = Small(quantization="Q4_0", hidden=64, context=300)
-VOCABULARY = 261
-
-
-def numbers(pointer: int, count: int, type: Any = ctypes.c_int32) -> np.ndarray:
-    return np.ctypeslib.as_array((type * count).from_address(pointer))
-
-
-class FakeGpu(FakeDriver):
-    """Streams, events and graphs as well. `fed`: the tokens and positions of each step, and the pages they lie in."""
-
-    CUstreamCaptureMode = Names()
-    ATTRIBUTES = {**FakeDriver.ATTRIBUTES, "COMPUTE_CAPABILITY_MAJOR": 9, "COMPUTE_CAPABILITY_MINOR": 0}
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(monkeypatch)
-        for module in (decoder, cuda, cuda_kv_cache):
-            monkeypatch.setattr(module, "driver", lambda: self)
-        monkeypatch.setattr(decoder, "compile_together", lambda *_: None)
-        self.capture: list[Any] | None = None
-        self.graphs: dict[int, list[Any]] = {}
-        self.objects: set[int] = set()
-        self.host: dict[int, np.ndarray] = {}
-        self.fed: list[list[tuple[int, int, int]]] = []
-        self.fail_at: str = ""
-
-    def _new(self) -> int:
-        self.objects.add(1 + len(self.objects) + len(self.graphs))
-        return max(self.objects)
-
-    def CUevent(self, handle: int) -> int:
-        return handle
-
-    def cuStreamCreate(self, flags: int) -> tuple:
-        return 0, self._new()
-
-    def cuEventCreate(self, flags: int) -> tuple:
-        return 0, self._new()
-
-    def cuStreamDestroy(self, handle: int) -> tuple:
-        self.objects.remove(handle)
-        return (0,)
-
-    cuEventDestroy = cuStreamDestroy
-
-    def cuEventRecord(self, event: int, stream: int) -> tuple:
-        return (0,)
-
-    def cuEventSynchronize(self, event: int) -> tuple:
-        return (0,)
-
-    def cuMemGetInfo(self) -> tuple:
-        return 0, 10**10, 10**10
-
-    def cuMemHostAlloc(self, nbytes: int, flags: int) -> tuple:
-        memory = np.zeros(nbytes, np.uint8)
-        self.host[memory.ctypes.data] = memory
-        return 0, memory.ctypes.data
-
-    def cuMemFreeHost(self, pointer: int) -> tuple:
-        del self.host[pointer]
-        return (0,)
-
-    def cuMemsetD8(self, pointer: int, value: int, count: int) -> tuple:
-        self._room(pointer, count)
-        ctypes.memset(pointer, value, count)
-        return (0,)
-
-    def _room(self, pointer: int, nbytes: int) -> None:
-        """Fails unless memory from there on is of one allocation."""
-        found = [p for p, memory in self.live.items() if p <= pointer and pointer + nbytes <= p + memory.nbytes]
-        assert found, "outside of all memory"
-
-    def cuMemcpyHtoDAsync(self, to: int, source: int, nbytes: int, stream: int) -> tuple:
-        self._room(to, nbytes)
-        ctypes.memmove(to, source, nbytes)
-        return (0,)
-
-    def cuMemcpyDtoHAsync(self, to: int, source: int, nbytes: int, stream: int) -> tuple:
-        self._room(source, nbytes)
-        ctypes.memmove(to, source, nbytes)
-        return (0,)
-
-    def cuMemcpyDtoDAsync(self, to: int, source: int, nbytes: int, stream: int) -> tuple:
-        self._room(to, nbytes)
-        return self.cuMemcpyDtoHAsync(to, source, nbytes, stream)
-
-    def cuStreamBeginCapture(self, stream: int, mode: str) -> tuple:
-        assert not gc.isenabled()
-        self.capture = []
-        return (0,)
-
-    def cuStreamEndCapture(self, stream: int) -> tuple:
-        recorded, self.capture = self.capture, None
-        return 0, recorded
-
-    def cuGraphInstantiate(self, graph: list[Any], flags: int) -> tuple:
-        self.graphs[len(self.graphs) + 1000] = graph
-        return 0, len(self.graphs) + 999
-
-    def cuGraphDestroy(self, graph: list[Any]) -> tuple:
-        return (0,)
-
-    def cuGraphExecDestroy(self, graph: int) -> tuple:
-        self.graphs[graph] = []
-        return (0,)
-
-    def cuGraphLaunch(self, graph: int, stream: int) -> tuple:
-        for launch in self.graphs[graph]:
-            self.launch(*launch)
-        return (0,)
-
-    def launch(self, function: int, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
-        if self.capture is not None:
-            self.capture.append((function, grid, values))
-            return
-        source, _ = self._kernels[function]
-        if source == self.fail_at:
-            self.fail_at = ""
-            raise KeyboardInterrupt
-        rows = grid[1]
-        if source == "embed.cu":
-            tokens, positions = (numbers(values[i], rows).copy() for i in (2, 3))
-            self._now = tokens, positions
-            self._scored = np.arange(rows)
-        elif source == "rotate.cu" and values[15] == 0:  # the first layer
-            tokens, positions = self._now
-            texts, pages_of_text = numbers(values[8], len(tokens)), values[16]
-            table = numbers(values[9], (int(texts.max()) + 1) * pages_of_text, ctypes.c_uint64).reshape(
-                -1, pages_of_text
-            )
-            pages = table[texts, positions // decoder.PAGE]
-            for page in pages:
-                self._room(int(page), 1)
-            self.fed.append([(int(t), int(p), int(page)) for t, p, page in zip(tokens, positions, pages, strict=True)])
-        elif source == "normalize.cu" and values[3]:
-            self._scored = numbers(values[3], grid[0]).copy()
-        elif source == "choose.cu":
-            tokens, positions = (numbers(values[i], rows) for i in (3, 4))
-            tokens[:] = (self._now[0][self._scored[:rows]] + 1) % VOCABULARY
-            positions += 1
-        else:
-            super().launch(function, grid, values)
 
 
 @pytest.fixture
@@ -205,7 +58,7 @@ def check_fed(gpu: FakeGpu, text: list[int], pages: list[int]) -> None:
     """The last step at each position of a text had its token, in the page of that position."""
     last = {position: (token, page) for step in gpu.fed for token, position, page in step if page in pages}
     for position, token in enumerate(text):
-        assert last[position] == (token, pages[position // decoder.PAGE]), position
+        assert last[position] == (token, pages[position // step_memory.PAGE]), position
 
 
 def test_an_answer_counts_up_through_pages_and_graphs(gpu, model):
@@ -213,10 +66,19 @@ def test_an_answer_counts_up_through_pages_and_graphs(gpu, model):
     answer = tokens_of(model.generate(counting(10, 70), max_tokens=100, cache=cache))
     assert answer == counting(80, 100)
     assert cache.tokens == counting(10, 169)
-    check_fed(gpu, cache.tokens, cache.pages)
+    check_fed(gpu, cache.tokens, cache.lists[0].pages)
     assert len(gpu.graphs) == 1
     single = [step for step in gpu.fed if len(step) == 1]
     assert len(single) == 100  # 99 tokens after the first, and one step ahead that nobody asked for
+
+
+def test_texts_of_many_positions_have_a_graph_of_their_own(gpu, model, monkeypatch):
+    """There, more CTAs share the keys of a text."""
+    monkeypatch.setattr(cuda, "LONG", 100)
+    cache = model.cache()
+    assert tokens_of(model.generate(counting(10, 70), max_tokens=60, cache=cache)) == counting(80, 60)
+    check_fed(gpu, cache.tokens, cache.lists[0].pages)
+    assert len(gpu.graphs) == 2
 
 
 def test_answers_in_turns_take_no_step_of_each_other(model):
@@ -256,7 +118,7 @@ def test_texts_without_a_sampler_are_only_fed(gpu, model):
     assert model.decoder.choose(list(zip(caches, texts, strict=True)), samplers, None) == [51, 180]
     for cache, text in zip(caches, texts, strict=True):
         assert cache.tokens == text
-        check_fed(gpu, text, cache.pages)
+        check_fed(gpu, text, cache.lists[0].pages)
 
 
 def test_what_the_kernel_does_not_choose_is_chosen_from_scores(gpu, model):
@@ -274,7 +136,7 @@ def test_what_the_kernel_does_not_choose_is_chosen_from_scores(gpu, model):
     assert asked == [3]
     for cache, text in zip(caches, texts, strict=True):
         assert cache.tokens == text
-        check_fed(gpu, text, cache.pages)
+        check_fed(gpu, text, cache.lists[0].pages)
 
 
 def test_an_engine_on_a_gpu(gpu, model):
@@ -285,7 +147,7 @@ def test_an_engine_on_a_gpu(gpu, model):
             expected = counting(prompt[-1] + 1, 40)
             assert answer.wait().ids == (expected[: expected.index(1)] if 1 in expected else expected)
         assert engine.counts().cached_tokens >= 64
-        assert engine.counts().cache_bytes_bound == 3 * 4 * model.decoder._pool.page_bytes
+        assert engine.counts().cache_bytes_bound == 3 * 4 * model.decoder._pool.pools[0].page_bytes
 
 
 @pytest.mark.parametrize("kernel", ["embed.cu", "attend.cu", "choose.cu"])
@@ -302,24 +164,24 @@ def test_an_interrupted_step_is_taken_for_no_answer(gpu, model, kernel):
     assert [cache.tokens for cache in caches] == [[], [], []]
     assert tokens_of(first) == counting(6, 20)
     assert model.decoder.choose(passages, samplers, None) == [51, 101, 151]
-    check_fed(gpu, [100], caches[1].pages)
+    check_fed(gpu, [100], caches[1].lists[0].pages)
 
 
 def test_pages_are_given_back_and_used_again(model):
     for _ in range(20):
         tokens_of(model.generate(counting(3, 200), max_tokens=5))
     gc.collect()
-    pool = model.decoder._pool
+    pool = model.decoder._pool.pools[0]
     assert len(pool._slabs) == 1
     assert len(pool._free) * pool.page_bytes == pool._slabs[0].nbytes
     cache = model.cache()
     other = cache.copy()
-    assert not {*cache.pages} & {*other.pages}
+    assert not {*cache.lists[0].pages} & {*other.lists[0].pages}
 
 
 def test_a_cache_that_is_collected_while_another_takes_pages(model, monkeypatch):
     """Garbage is collected anywhere, so in the pool too: no page is lost, and none is given twice."""
-    pool = model.decoder._pool
+    pool = model.decoder._pool.pools[0]
     grow = type(pool)._grow
     monkeypatch.setattr(cuda_kv_cache, "SLAB_BYTES", 1)
     abandoned = [model.stream(counting(3, 40), max_tokens=50) for _ in range(2)]
@@ -335,9 +197,35 @@ def test_a_cache_that_is_collected_while_another_takes_pages(model, monkeypatch)
 
     monkeypatch.setattr(type(pool), "_grow", collecting)
     caches = [model.decoder.cache(200) for _ in range(8)]
-    pages = [page for cache in caches for page in cache.pages]
+    pages = [page for cache in caches for page in cache.lists[0].pages]
     assert len({*pages, *pool._free}) == len(pages) + len(pool._free)
     assert sum(slab.nbytes for slab in pool._slabs) == (len(pages) + len(pool._free)) * pool.page_bytes > taken
+
+
+def test_pages_before_a_window_are_given_back(gpu, tmp_path):
+    """Layers with a window of 7 keep few pages of a long text; those without keep all."""
+    write_architecture(tmp_path, "gemma3", max_position_embeddings=1024)
+    model = load(tmp_path, device="cuda")
+    cache, text = model.cache(), [token % 90 for token in range(700)]
+    model.decoder.choose([(cache, text)], [Sampling().sampler()], None)
+    all_pages, windowed = (cache.lists[i] for i in range(2))
+    assert (all_pages.table.window, windowed.table.window) == (0, 7)
+    held = [page for page in windowed.pages if page]
+    assert len(held) == 11  # of the prompt, which came in one piece
+    model.decoder.choose([(cache, [5])], [Sampling().sampler()], None)
+    held = [page for page in windowed.pages if page]
+    assert len(held) <= 6
+    assert held == windowed.pages[-len(held) :]
+    assert sum(map(bool, all_pages.pages)) == 11
+    assert cache.nbytes == 11 * all_pages.table.page_bytes + 6 * windowed.table.page_bytes
+    assert cache.restorable(690) == 690
+    assert cache.restorable(300) == 0
+    other = cache.copy()
+    assert other.tokens == cache.tokens
+    tokens = [model.decoder.choose([(each, [9])], [Sampling().sampler()], None) for each in (cache, other)]
+    assert tokens[0] == tokens[1]
+    assert cache.rollback(300) == 0
+    assert model.decoder.choose([(cache, text[:20])], [Sampling().sampler()], None)
 
 
 def test_more_tokens_than_the_context_are_refused(model):
@@ -354,6 +242,17 @@ def test_a_context_of_less_than_a_new_caches_pages(gpu, tmp_path):
     assert model.generate_batch([[5], [50, 51], [100]], max_tokens=3) == [
         model.tokenizer.decode(counting(first, 3)) for first in (6, 52, 101)
     ]
+
+
+def test_sizes_that_a_gpu_does_not_have_room_for_are_refused_at_load(gpu, tmp_path, monkeypatch):
+    write_model(tmp_path / "odd.gguf", Small(quantization="F16", feed_forward=100))
+    with pytest.raises(bf.ModelError, match=r"ffn_down\.weight.*100 numbers"):
+        load(tmp_path / "odd.gguf", device="cuda")
+    write_model(tmp_path / "model.gguf", SMALL)
+    monkeypatch.setitem(gpu.ATTRIBUTES, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", 17000)
+    gpu.forget()
+    with pytest.raises(BackendUnavailable, match=r"fake.*shared memory.*heads of 32 numbers"):
+        load(tmp_path / "model.gguf", device="cuda")
 
 
 def test_memory_that_is_full_is_told_with_numbers(gpu, tmp_path, monkeypatch, caplog):
@@ -394,7 +293,7 @@ def test_memory_that_ends_while_weights_are_packed_is_known_by_its_code(gpu, tmp
 def test_caches_without_room_are_told_of_streams_by_an_engine(gpu, model, monkeypatch):
     """`serve` spoke of llm.generate."""
     monkeypatch.setattr(gpu, "cuMemAlloc", lambda nbytes: (Code(2), 0))
-    model.decoder._pool._free.clear()
+    model.decoder._pool.pools[0]._free.clear()
     with pytest.raises(bf.ModelError, match=r"64 more positions of KV cache: .* GB") as caught:
         model.decoder.cache(64)
     assert "llm.generate" not in str(caught.value)

@@ -67,6 +67,7 @@ class Interrupter:
 def interrupted(call, at: int) -> bool:
     """Whether `call` was interrupted before its instruction number `at`."""
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # in a frame at hand, or settrace of Python 3.12 lets no frame trace them
     sys.settrace(Interrupter(at))
     try:
         call()

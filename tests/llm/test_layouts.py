@@ -34,6 +34,7 @@ def test_the_same_text_from_quantized_folders(tmp_path, in_q4_0, to):
     assert len(expected) > 8
 
 
+@pytest.mark.full  # make docs-commands converts to bfloat16 and asks that model
 def test_the_same_text_from_bfloat16(tmp_path):
     bf.convert(default_model(), tmp_path / "out", "plain", dtype="bfloat16", progress=False)
     bf.convert(tmp_path / "out", tmp_path / "out.gguf", "gguf", progress=False)

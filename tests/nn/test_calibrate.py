@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from llm_architectures import TOKENS, write_model
+from transformers import AutoModelForCausalLM
 
 import billfish as bf
 
@@ -88,6 +90,20 @@ def test_what_cannot_be_calibrated_is_refused_by_name():
         bf.calibrate(torch.nn.Sequential(torch.nn.ReLU()), [torch.randn(2, 8)], progress=False)
     with pytest.raises(bf.DataError, match=r"a\.weight.*sums of squares"):
         bf.calibrate(Twice(), [torch.full((2, 8), torch.inf)], progress=False)
+
+
+@pytest.mark.parametrize("name", ["qwen3next", "granitehybrid", "granitehybrid-moe"])
+def test_matrices_that_gguf_has_apart_are_known_by_their_module(tmp_path, name):
+    write_model(tmp_path / "in", name)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.float32)
+    known = bf.calibrate(model, [{"input_ids": torch.tensor([TOKENS])}], progress=False)
+    file = bf.calibrate_checkpoint(tmp_path / "in", tmp_path / "s.safetensors", tokens=64, window=32, progress=False)
+    for each in ("blk.0.ssm_out.weight", *(part for part in file if "exps" not in part and "gate_inp" not in part)):
+        if ".0." in each:
+            assert known[each].squares.shape == file[each].squares.shape
+    for statistics, out in ((known, "m.gguf"), (file, "out")):
+        report = bf.quantize_checkpoint(tmp_path / "in", tmp_path / out, "q4_0", statistics=statistics)
+        assert any(tensor.done == "quantized" for tensor in report.tensors)
 
 
 def test_each_expert_of_a_mixture_is_known_by_its_tokens():

@@ -228,9 +228,12 @@ def test_a_folder_is_quantized_as_its_gguf_file(folder_of, tmp_path, name):
     bf.convert(tmp_path / "folder", tmp_path / "again.gguf", "gguf", progress=False)
     found, expected = bf.load(tmp_path / "again.gguf"), bf.load(tmp_path / "out.gguf")
     stacks = [own for own in expected if "_exps.weight" in own]
-    assert len(stacks) == 3 * (3 if name == "gpt-oss" else 2)
+    assert len(stacks) == 3 * {"gpt-oss": 3, "gemma4-moe": 4}.get(name, 2)
     for own in stacks:
-        assert found[own].storage["blocks"].tobytes() == expected[own].storage["blocks"].tobytes()
+        if expected.describe(own).shape[-1] % 32:  # columns of gemma4's ffn_down are no whole blocks, and stay floats
+            np.testing.assert_array_equal(found[own], expected[own])
+        else:
+            assert found[own].storage["blocks"].tobytes() == expected[own].storage["blocks"].tobytes()
 
 
 def test_an_mlx_folder_is_quantized_by_the_same_statistics(folder_of, tmp_path):

@@ -21,6 +21,11 @@ def diagonal(step: int, *axes: Iterable[Any]) -> list[Any]:
     return cases
 
 
+def sample(step: int, *axes: Iterable[Any]) -> list[Any]:
+    """The ordinary cases of `diagonal` alone, where another test has all of them."""
+    return [case for case in diagonal(step, *axes) if not case.marks]
+
+
 def first(count: int, values: Sequence[Any]) -> list[Any]:
     """The first `count` values; the others are `full`."""
     return [pytest.param(value, marks=() if i < count else pytest.mark.full) for i, value in enumerate(values)]

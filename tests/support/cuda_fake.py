@@ -27,12 +27,13 @@ class Names:
 
 
 class FakeDriver:
-    """As much of cuda.bindings.driver as weights need, on memory of the CPU. pack.cu and unpack.cu run in NumPy.
+    """As much of cuda.bindings.driver as weights need, on memory of the CPU. pack.cu and unpack.cu run in NumPy,
+    but for unquantized weights.
 
     Kernels that multiply or decode write nothing. `live`: allocations that were not freed. `foreign`: memory of others.
     """
 
-    CUdevice_attribute = CUlaunchAttributeID = Names()
+    CUdevice_attribute = CUfunction_attribute = CUlaunchAttributeID = Names()
     ATTRIBUTES = {
         "COMPUTE_CAPABILITY_MAJOR": 8,
         "COMPUTE_CAPABILITY_MINOR": 9,
@@ -85,6 +86,12 @@ class FakeDriver:
 
     def cuDevicePrimaryCtxRetain(self, device: str) -> tuple:
         return 0, 1 + int(device.removeprefix("device "))  # a handle
+
+    def CUkernel(self, handle: int) -> int:
+        return handle
+
+    def cuKernelSetAttribute(self, which: str, value: int, kernel: int, device: str) -> tuple:
+        return (0,)
 
     def cuCtxGetCurrent(self) -> tuple:
         return 0, int(bool(self.stack))  # a handle, of which 0 is none
@@ -141,7 +148,7 @@ class FakeDriver:
         self.launches.append(source)
         assert grid[0] < 2**31
         assert grid[1] <= 65535
-        if source in ("pack.cu", "unpack.cu"):
+        if source in ("pack.cu", "unpack.cu") and "CODE" not in macros:
             kind = Kind(*(macros[name] for name in ("ELEMENT", "SCALE", "OFFSET")), int(macros["GROUPS"]))
             first, *others = values
             n, k = values[3:5] if source == "pack.cu" else values[2:4]
@@ -149,7 +156,9 @@ class FakeDriver:
             if source == "pack.cu":
                 groups, bricks = map(self.at, others[:2])
                 codes = pack_codes(kind, read_codes(self.at(first), macros, n, k))
-                parts = np.concatenate([codes, groups.reshape(*codes.shape[:2], -1)], axis=2)
+                each = kind.brick_bytes - kind.code_bytes
+                own = groups[: codes.shape[0] * codes.shape[1] * each].reshape(*codes.shape[:2], each)
+                parts = np.concatenate([codes, own], axis=2)
                 blocks = [parts[i : i + 8].transpose(1, 0, 2).ravel() for i in range(0, len(parts), 8)]
                 packed = np.concatenate(blocks)
                 bricks[: len(packed)] = packed

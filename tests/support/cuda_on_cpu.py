@@ -25,9 +25,10 @@ LITERAL = r'"((?:[^"\\]|\\.)*)"'
 
 
 @cache
-def emulated() -> frozenset[str]:
-    """The instructions that ptx.h has."""
-    return frozenset(re.findall(r"^EMULATED void (\w+)\(", (EMULATED / "ptx.h").read_text(), re.MULTILINE))
+def emulated(headers: tuple[str, ...]) -> frozenset[str]:
+    """The instructions that headers have."""
+    text = "".join((EMULATED / name).read_text() for name in headers)
+    return frozenset(re.findall(r"^EMULATED void (\w+)\(", text, re.MULTILINE))
 
 
 def closing(text: str, start: int) -> int:
@@ -40,19 +41,19 @@ def closing(text: str, start: int) -> int:
     raise AssertionError(text[start : start + 80])
 
 
-def translated(source: str) -> str:
-    """A file without inline assembly, and such that it can be included in several namespaces."""
+def translated(source: str, headers: tuple[str, ...] = ("ptx.h",)) -> str:
+    """A file with calls of `headers` for inline assembly, and such that it can be included in several namespaces."""
     source = source.replace("#pragma once", "").replace('extern "C" __global__', "__global__")
     parts, position = [], 0
     for statement in re.finditer(r"\basm(?: volatile)?\(", source):
         end = closing(source, statement.end() - 1)
-        parts += [source[position : statement.start()], calls(source[statement.end() : end])]
+        parts += [source[position : statement.start()], calls(source[statement.end() : end], emulated(headers))]
         position = end + len(");")
     return "".join(parts) + source[position:]
 
 
-def calls(statement: str) -> str:
-    """What is between the parentheses of an asm statement, as calls of ptx.h."""
+def calls(statement: str, known: frozenset[str]) -> str:
+    """What is between the parentheses of an asm statement, as calls of `known` instructions."""
     literal = re.match(rf"(?:\s*{LITERAL})+", statement)
     assert literal is not None, statement
     text = "".join(re.findall(LITERAL, literal[0])).replace(r"\n", "\n").strip("{}\n ")
@@ -69,10 +70,10 @@ def calls(statement: str) -> str:
         if name == "mov.b32":  # halves to a pair, or a pair to halves
             name = "unpack.b32" if arguments.startswith("{") else "pack.b32"
         name = re.sub(r"\W+", "_", name)
-        if name not in emulated():
+        if name not in known:
             return "ptx::not_emulated();"
-        filled = re.sub(r"%(\d+)", lambda number: operands[int(number[1])], arguments)
-        found.append(f"ptx::{name}({re.sub(r'[][{}]', '', filled)})")
+        filled = re.sub(r"%(\d+)", lambda number: operands[int(number[1])], re.sub(r"[][{}]", "", arguments))
+        found.append(f"ptx::{name}({filled})")
     return "{ " + "".join(f"{call}; " for call in found) + "}"
 
 

@@ -29,7 +29,9 @@ def make(name: str, size: int, option: dict[str, str], wild: int) -> bf.Quantize
     n, k = 37, 256 + format.block_size
     rng = np.random.default_rng(0)
     if not wild:
-        return bf.quantize(rng.standard_normal((n, k)).astype(np.float32), format, group_size=size, **option)
+        return bf.quantize(
+            rng.standard_normal((n, k)).astype(np.float32), format, group_size=size, method="rtn", **option
+        )
     storage = random_storage(format, n, k, rng, k if size == -1 else size)
     if option.get("zero_point") == "fractional":
         storage["zeros"] = rng.standard_normal(storage["zeros"].shape).astype(np.float16)

@@ -175,6 +175,7 @@ MODELS |= {
             "moe_intermediate_size": 48,
         },
     ),
+    "gemma4-unified": ("gemma4", "gemma4_unified_text", GEMMA4),  # as 12B
 }
 DELTA_NET = {  # value heads come in another order in GGUF
     "linear_num_key_heads": 2,
@@ -228,6 +229,20 @@ MODELS |= {
 }
 RECURRENT = ("qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe", "granitehybrid", "granitehybrid-moe")
 TOKENS = [3 + (7 * i * i + 3 * i) % 64 for i in range(48)]
+POSITIONS = [0, 5, 17, 31, 47]  # whose logits of llama.cpp vectors/architectures.safetensors holds
+# What differs in models for llama.cpp. It cuts the ramp of YaRN to whole pairs for gpt-oss too, has no windows for Phi
+# 3, one scale of scores for all Gemma 2 and 3, and no place for some biases and sizes. It renormalizes all qwen3moe.
+LLAMA_CPP: dict[str, dict[str, Any]] = {name: {} for name in MODELS if name != "qwen3moe-sums"} | {
+    "olmoe": {"num_key_value_heads": 4},
+    "gpt-oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "phi3": {"sliding_window": None, "head_dim": 16},
+    "ernie4_5": {"use_bias": False},
+    "seed_oss": {"attention_out_bias": False},
+    "qwen35-pattern": {"linear_key_head_dim": 32},
+    "granitehybrid-moe": {"mamba_conv_bias": True},
+}
 
 
 def write_model(folder: Path, name: str, **more: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +30,44 @@ SIZES = {
 
 
 def write_random(folder: Path, model_type: str, dtype: torch.dtype = torch.float32, **more: Any) -> None:
-    """A random model as transformers saves it, with a tokenizer."""
-    torch.manual_seed(0)
+    """A random model as transformers saves it, with a tokenizer. Its numbers depend on their names alone, not on how
+    transformers begins."""
     config = AutoConfig.for_model(model_type, **(SIZES | {"initializer_range": 0.2} | more))
     model = AutoModelForCausalLM.from_config(config)
-    for name, numbers in model.named_parameters():
-        if numbers.ndim == 1 or name.endswith("bias"):  # norms and biases begin as ones or zeros
-            numbers.data += 0.3 * torch.randn(numbers.shape)
-    state = model.state_dict()
-    for name in sorted(set(state) - {name for name, _ in model.named_parameters(remove_duplicate=False)}):
-        state[name].data += 0.3 * torch.randn(state[name].shape)  # buffers, as those of routers
+    randomize(model, config.initializer_range)
     model.to(dtype).save_pretrained(folder)
     write_tokenizer(folder)
 
 
-def in_transformers(folder: Path, tokens: list[int], **arguments: Any) -> np.ndarray:
+def randomize(model: Any, scale: float = 0.2) -> None:
+    """Give all parameters and buffers numbers that matter, by their names."""
+    parameters, state = dict(model.named_parameters()), model.state_dict()
+    buffers = sorted(set(state) - {name for name, _ in model.named_parameters(remove_duplicate=False)})
+    for name, numbers in parameters.items():
+        is_vector = numbers.ndim == 1 or name.endswith("bias")  # norms and biases begin as ones or zeros
+        numbers.data = _vector(name, numbers) if is_vector else scale * _noise(name, numbers.shape)
+    for name in buffers:  # as those of routers
+        state[name].copy_(_vector(name, state[name]))
+
+
+def _noise(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    return torch.from_numpy(rng.standard_normal(shape, np.float32))
+
+
+def _vector(name: str, numbers: torch.Tensor) -> torch.Tensor:
+    """Noise around what all numbers begin as, around logarithms of rates from 1 to 16, or around 0."""
+    usual = torch.full_like(numbers, numbers.ravel()[0].item() if len(numbers.unique()) == 1 else 0)
+    if name.endswith("A_log"):
+        usual = torch.linspace(1, 16, len(numbers)).log()
+    return usual + 0.3 * _noise(name, numbers.shape)
+
+
+def in_transformers(
+    folder: Path, tokens: list[int], loader: Any = AutoModelForCausalLM, **arguments: Any
+) -> np.ndarray:
     """The logits of transformers [tokens, vocabulary], in float32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **arguments)
+    model = loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **arguments)
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0].numpy()
 

@@ -14,6 +14,9 @@ import torch.distributed
 from checkpoint_folders import write_folder, write_gguf
 from common import gaussian
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import billfish as bf
 from billfish.nn.parallel import ParallelExperts, Share, cut, parallel_layer
@@ -44,6 +47,7 @@ def run(rank: int, ranks: int, folder: Path) -> None:
         llama(mesh, folder)
         if ranks == 2:  # small models: heads, and groups of 32, for no more
             experts(mesh, folder)
+            data_parallel(mesh)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -140,6 +144,58 @@ def experts(mesh: DeviceMesh, folder: Path) -> None:
             each(inputs_embeds=x).logits.square().sum().backward()
             gradients.append(x.grad)
         expert_models.assert_near(*gradients, tolerance=1e-4)
+
+
+class Wrapped(torch.nn.Module):
+    """Quantized layers with biases: a linear layer between norms, then experts that all see a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = MarlinLinear.from_linear(torch.nn.Linear(64, 96), "q4_0")
+        self.norm = torch.nn.LayerNorm(96)
+        stacks = [
+            bf.quantize(gaussian((2, n, k), n) / np.float32(8), "q8_0") for n, k in ((64, 96), (64, 96), (96, 64))
+        ]
+        biases = {name: torch.randn(2, n) for name, n in (("gate_proj", 64), ("up_proj", 64), ("down_proj", 96))}
+        self.experts = MarlinExperts.from_quantized(*stacks, biases)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.up(x))
+        ids = torch.tensor([[0, 1]]).expand(len(x), 2)
+        y: torch.Tensor = hidden + self.experts(hidden, ids, torch.full(ids.shape, 0.5))
+        return y
+
+
+def data_parallel(mesh: DeviceMesh) -> None:
+    """DDP, FSDP and `fully_shard`: outputs and gradients are those of one process that has seen all batches."""
+    rank, batches = mesh.get_local_rank(), [torch.from_numpy(gaussian((4, 64), seed)) for seed in (1, 2)]
+    whole = Wrapped()
+    (sum(whole(x).square().mean() for x in batches) / 2).backward()
+    expected, y = {name: p.grad for name, p in whole.named_parameters()}, whole(batches[rank]).detach()
+    mine = Wrapped()
+    fully_shard(mine.up, mesh=mesh)
+    for model in (
+        DistributedDataParallel(Wrapped()),
+        FullyShardedDataParallel(Wrapped(), device_id=torch.device("cpu")),
+        FullyShardedDataParallel(Wrapped(), device_id=torch.device("cpu"), use_orig_params=True),
+        fully_shard(mine, mesh=mesh),
+    ):
+        torch.testing.assert_close(model(batches[rank]).detach(), y)
+        model(batches[rank]).square().mean().backward()
+        if isinstance(model, FullyShardedDataParallel):
+            with FullyShardedDataParallel.summon_full_params(model, with_grads=model._use_orig_params):
+                found = {name: p.grad for name, p in model.module.named_parameters() if p.grad is not None}
+        else:
+            own = model.module if isinstance(model, DistributedDataParallel) else model
+            found = {name: full(p.grad) for name, p in own.named_parameters()}
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+        assert found or not model._use_orig_params
+
+
+def full(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def storage_of_experts(model: torch.nn.Module) -> int:

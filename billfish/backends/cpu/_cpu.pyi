@@ -66,6 +66,7 @@ Field = tuple[NDArray[Any], int, int, int]
 
 BEST_OF_16: int
 CACHE_BLOCK: int
+DELTA_CHUNK: int
 FEW_ROWS: int
 
 def levels() -> list[str]: ...

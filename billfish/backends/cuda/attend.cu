@@ -6,11 +6,16 @@
 // a cluster split the tiles. Partial results are added in a fixed order.
 // Otherwise: prefill, WARPS * 16 rows of one sequence. Every warp attends to all keys up to its own positions.
 //
-// Compiled with TYPE, HEAD, GROUP, WARPS, STAGES (tiles of keys and values in shared memory) and FEW.
+// Compiled with TYPE, HEAD, GROUP, WARPS, STAGES (tiles of keys and values in shared memory), FEW, MOST_PARTS (CTAs of a cluster, at most), WINDOWED (a position attends to the last
+// `window` ones), CAPPED (scores s become cap tanh(s / cap)) and OUTPUT_GATE (a head of q has a gate behind it, whose sigmoid its output is
+// multiplied with). Scores are in powers of two: q, cap and sinks have log2(e) in them.
 #include "hopper.cuh"
 #include "pages.cuh"
 
-constexpr int STEPS = WIDE / 16, EIGHTS = WIDE / 8;                     // of 16 and of 8 numbers of a head
+// Heads of more than 256 numbers: registers hold half of the output, so that a CTA has the half of the columns of values, and no queries, which
+// lie in shared memory.
+constexpr int HALVES = WIDE > 256 ? 2 : 1, COLUMNS = WIDE / HALVES;
+constexpr int STEPS = WIDE / 16, EIGHTS = COLUMNS / 8;                  // of 16 numbers of a head and of 8 columns
 constexpr int KEYS = FEW ? PAGE / WARPS : PAGE;                         // that a warp takes of a tile
 constexpr int CHUNKS = FEW ? (GROUP + 15) / 16 : 1;  // CTAs for the heads of a group
 constexpr int AT_ONCE = WIDE > 128 ? 16 : KEYS;            // keys whose scores are in registers, beside large heads
@@ -20,9 +25,9 @@ static_assert(!FEW || KEYS == 16, "sixteen keys for each warp");
 struct Tiles {
   u32 keys, values, full;  // STAGES of each, and a barrier
   const u64* pages;
-  int layer, kv_heads, head;
+  int offset, kv_heads, head;
   __device__ __forceinline__ void fetch(int tile, int stage) const {
-    const u64 k = tile_at(pages[tile], layer, 0, kv_heads, head), v = tile_at(pages[tile], layer, 1, kv_heads, head);
+    const u64 k = tile_at(pages[tile], offset, 0, kv_heads, head), v = tile_at(pages[tile], offset, 1, kv_heads, head);
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x == 0) {
       barrier_expect(full + 8 * stage, 2 * TILE_BYTES);
@@ -54,6 +59,13 @@ struct Tiles {
 DEVICE void load_matrices_transposed(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
+// cap tanh(s / cap), whose error is small beside cap; scores are exponents, so that this is what counts.
+DEVICE float capped(float s, float cap) {
+  float power, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(s * (2.88539008f / cap)));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1 + power));
+  return cap - 2 * cap * inverse;
+}
 DEVICE float power_of_two(float v) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
 
 // Partial results of a row: the largest score, the sum of powers of two, and two columns of the weighted values.
@@ -80,29 +92,59 @@ template <int COUNT, class Of, class Values> DEVICE Sum add_up(Of of, Values val
   return all;
 }
 
+// A lane's part of sixteen rows of q, as the A operand of an mma.
+struct Query {
+  u32 a[HALVES == 1 ? STEPS : 1][4], at;  // or their address in shared memory
+  __device__ __forceinline__ void put(int step, const u32 (&part)[4]) {
+    if constexpr (HALVES == 1) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[step][i] = part[i];
+    } else store_shared16(at + step * 512, make_float4(__uint_as_float(part[0]), __uint_as_float(part[1]), __uint_as_float(part[2]), __uint_as_float(part[3])));
+  }
+  __device__ __forceinline__ void get(int step, u32 (&part)[4]) const {
+    if constexpr (HALVES == 1) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) part[i] = a[step][i];
+    } else {
+      const uint4 v = load_shared16(at + step * 512);
+      part[0] = v.x, part[1] = v.y, part[2] = v.z, part[3] = v.w;
+    }
+  }
+};
+
 // A warp's partial results for its sixteen rows: of the rows g and g + 8, the largest score, the sum of powers and the weighted values.
 struct Found {
   float largest[2] = {-INFINITE, -INFINITE}, sum[2] = {}, out[EIGHTS][4] = {};
 
-  // Adds COUNT keys from `first` on, whose tile is at `keys` and `values`; row h attends to those below `seen[h]`.
-  template <int COUNT> __device__ __forceinline__ void take(const u32 (&q)[STEPS][4], u32 keys, u32 values, int first, int from, const int (&seen)[2], int lane, bool masked) {
+  // Adds COUNT keys from `first` on, whose tile is at `keys` and `values`; row h attends to those below `seen[h]`, to `window` of them.
+  template <int COUNT> __device__ __forceinline__ void take(const Query& query, u32 keys, u32 values, int half, int first, int from, const int (&seen)[2], int lane, bool masked, int window, float cap) {
     float s[COUNT / 8][4] = {};
     const int i = lane >> 3, r = lane & 7, c = lane & 3;
 #pragma unroll
-    for (int step = 0; step < STEPS; step++)
+    for (int step = 0; step < STEPS; step++) {
+      u32 q[4];
+      query.get(step, q);
 #pragma unroll
       for (int n = 0; n < COUNT / 16; n++) {
         u32 b[4];
         load_matrices(b, keys + (first + n * 16 + (i >> 1) * 8 + r) * ROW_BYTES + ((step * 2 + (i & 1) ^ r) << 4));
-        TYPE::mma(s[2 * n], q[step], b[0], b[1]);
-        TYPE::mma(s[2 * n + 1], q[step], b[2], b[3]);
+        TYPE::mma(s[2 * n], q, b[0], b[1]);
+        TYPE::mma(s[2 * n + 1], q, b[2], b[3]);
       }
+    }
+    if (CAPPED)
+#pragma unroll
+      for (int n = 0; n < COUNT / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[n][e] = capped(s[n][e], cap);
     if (masked)
 #pragma unroll
       for (int n = 0; n < COUNT / 8; n++)
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-          if (from + first + n * 8 + 2 * c + (e & 1) >= seen[e >> 1]) s[n][e] = -INFINITE;
+        for (int e = 0; e < 4; e++) {
+          const int key = from + first + n * 8 + 2 * c + (e & 1), behind = seen[e >> 1];
+          if (key >= behind || (WINDOWED && key < behind - window)) s[n][e] = -INFINITE;
+        }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float most = largest[h];
@@ -127,7 +169,7 @@ struct Found {
 #pragma unroll
       for (int d = 0; d < EIGHTS / 2; d++) {
         u32 b[4];
-        load_matrices_transposed(b, values + (first + n * 16 + (i & 1) * 8 + r) * ROW_BYTES + ((d * 2 + (i >> 1) ^ r) << 4));
+        load_matrices_transposed(b, values + (first + n * 16 + (i & 1) * 8 + r) * ROW_BYTES + ((half * EIGHTS + d * 2 + (i >> 1) ^ r) << 4));
         TYPE::mma(out[2 * d], p, b[0], b[1]);
         TYPE::mma(out[2 * d + 1], p, b[2], b[3]);
       }
@@ -144,20 +186,21 @@ struct Found {
 };
 
 // q: rows of queries, `q_stride` numbers apart, as marlin_rotate left them. blocks [gridDim.x]: the first row of a block of queries, how many positions it has, its
-// sequence and its first position; FEW has none, as row i is sequence i. out [m, heads * HEAD].
+// sequence and its first position; FEW has none, as row i is sequence i. sinks [heads]: a score beside those of keys, without a value; or null.
+// out [m, heads * HEAD].
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, const int4* __restrict__ blocks, const u64* __restrict__ pages, u16* __restrict__ out,
-              int q_stride, int heads, int kv_heads, int layer, int pages_of_text) {
+              const float* __restrict__ sinks, int q_stride, int heads, int kv_heads, int offset, int pages_of_text, int window, float cap) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ __align__(8) u64 barriers[STAGES];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const int kv_head = blockIdx.y / CHUNKS, chunk = blockIdx.y % CHUNKS;
+  const int half = HALVES == 1 ? 0 : blockIdx.y % HALVES, kv_head = blockIdx.y / HALVES / CHUNKS, chunk = blockIdx.y / HALVES % CHUNKS;
   const int4 block = FEW ? make_int4(blockIdx.z, 1, blockIdx.z, positions[blockIdx.z]) : blocks[blockIdx.x];
   const int first_row = block.x, count = block.y, text = block.z, first_position = block.w;
   const int part = FEW ? blockIdx.x : 0, parts = FEW ? gridDim.x : 1;
   Tiles tiles;
   tiles.keys = shared_address(shared), tiles.values = tiles.keys + STAGES * TILE_BYTES, tiles.full = shared_address(barriers);
-  tiles.pages = pages + (size_t)text * pages_of_text, tiles.layer = layer, tiles.kv_heads = kv_heads, tiles.head = kv_head;
+  tiles.pages = pages + (size_t)text * pages_of_text, tiles.offset = offset, tiles.kv_heads = kv_heads, tiles.head = kv_head;
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) barrier_init(tiles.full + 8 * i, 1);
@@ -166,11 +209,14 @@ marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, cons
   __syncthreads();
 #endif
   let_next_start();
-  const int length = first_position + count, all = (length + PAGE - 1) / PAGE, mine = (all - part + parts - 1) / parts;  // tiles
+  // Tiles from the window of the first position on.
+  const int length = first_position + count, first_tile = WINDOWED ? max(0, first_position + 1 - window) / PAGE : 0;
+  const int all = (length + PAGE - 1) / PAGE - first_tile, mine = (all - part + parts - 1) / parts;
   // Tiles before that of the one new position were there before the previous kernel began. Of a passage it may write any.
   const int old_tiles = FEW ? first_position / PAGE : 0;
+  auto tile_of = [&](int i) { return first_tile + part + i * parts; };
   auto fetch = [&](int i, bool old) {
-    if (i < mine && (part + i * parts < old_tiles) == old) tiles.fetch(part + i * parts, i % STAGES);
+    if (i < mine && (tile_of(i) < old_tiles) == old) tiles.fetch(tile_of(i), i % STAGES);
   };
 #if __CUDA_ARCH__ >= 900
   for (int i = 0; i < STAGES; i++) fetch(i, true);
@@ -183,57 +229,70 @@ marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, cons
   }
 #endif
   // A lane's rows, g and g + 8 of its warp's.
-  u32 a[STEPS][4];
+  Query query;
+  query.at = tiles.values + STAGES * TILE_BYTES + warp * 32 * WIDE + lane * 16;
   int seen[2], row_of[2], head_of[2];
+  const u16* from_row[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int i = (FEW ? chunk : warp) * 16 + g + 8 * h, position = i / GROUP;
     const bool valid = FEW ? i < GROUP : position < count;
     row_of[h] = valid ? first_row + position : -1, head_of[h] = kv_head * GROUP + i % GROUP;
     seen[h] = first_position + (valid ? position : 0) + 1;
-    const u16* from = q + (size_t)max(0, row_of[h]) * q_stride + head_of[h] * HEAD;
-#pragma unroll
-    for (int step = 0; step < STEPS; step++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const int at = step * 16 + j * 8 + 2 * c;
-        a[step][j * 2 + h] = valid && at < HEAD ? *(const u32*)(from + at) : 0;
-      }
+    from_row[h] = q + (size_t)max(0, row_of[h]) * q_stride + head_of[h] * (1 + OUTPUT_GATE) * HEAD;
   }
-  // Of a warp's rows, the first attends to the fewest keys and the last to the most.
-  const int least = first_position + (FEW ? 0 : warp * 16 / GROUP) + 1, most = first_position + (FEW ? 0 : min(count - 1, (warp * 16 + 15) / GROUP)) + 1;
+#pragma unroll
+  for (int step = 0; step < STEPS; step++) {
+    u32 part[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int h = i % 2, at = step * 16 + i / 2 * 8 + 2 * c;
+      part[i] = row_of[h] >= 0 && at < HEAD ? *(const u32*)(from_row[h] + at) : 0;
+    }
+    query.put(step, part);
+  }
+  // Of a warp's rows, the first attends to the fewest keys and the last to the most; a warp without rows to none.
+  const int least = first_position + (FEW ? 0 : warp * 16 / GROUP) + 1, most = !FEW && warp * 16 / GROUP >= count ? 0 : first_position + (FEW ? 0 : min(count - 1, (warp * 16 + 15) / GROUP)) + 1;
   Found found;
   u32 parity = 0;
   for (int i = 0; i < mine; i++) {
-    const int stage = i % STAGES, tile = part + i * parts, from = tile * PAGE;
+    const int stage = i % STAGES, from = tile_of(i) * PAGE;
     tiles.wait(stage, parity);
     const u32 keys = tiles.keys + stage * TILE_BYTES, values = tiles.values + stage * TILE_BYTES;
     if (from + PAGE > length) {  // memory past the end of the sequence may hold NaN, and 0 * NaN is NaN
       for (int at = (length - from) * ROW_BYTES + threadIdx.x * 16; at < TILE_BYTES; at += WARPS * 32 * 16) store_shared16(values + at, make_float4(0, 0, 0, 0));
       __syncthreads();
     }
-    for (int first = FEW ? warp * KEYS : 0, end = first + KEYS; first < end && from < most; first += AT_ONCE)
-      found.take<AT_ONCE>(a, keys, values, first, from, seen, lane, from + PAGE > least);
+    const bool some = from < most && (!WINDOWED || from + PAGE > least - window), masked = from + PAGE > least || (WINDOWED && from < most - window);
+    for (int first = FEW ? warp * KEYS : 0, end = first + KEYS; first < end && some; first += AT_ONCE)
+      found.take<AT_ONCE>(query, keys, values, half, first, from, seen, lane, masked, window, cap);
     __syncthreads();
-    if (i + STAGES < mine) tiles.fetch(part + (i + STAGES) * parts, stage);
+    if (i + STAGES < mine) tiles.fetch(tile_of(i + STAGES), stage);
     tiles.commit();
     if (stage == STAGES - 1) parity ^= 1;
   }
   found.finish();
-  auto put = [&](int row, int head, int at, float low, float high) {
-    if (at < HEAD) *(u32*)(out + ((size_t)row * heads + head) * HEAD + at) = TYPE::pack(low, high);
+  auto put = [&](int row, int head, int at, float largest, float sum, float low, float high) {
+    if (at >= HEAD) return;
+    if (sinks) sum += power_of_two(sinks[head] - largest);
+    low /= sum, high /= sum;
+    if (OUTPUT_GATE) {
+      const u32 gate = *(const u32*)(q + (size_t)row * q_stride + (2 * head + 1) * HEAD + at);
+      low /= 1 + power_of_two(-1.44269504f * TYPE::to_float((u16)gate)), high /= 1 + power_of_two(-1.44269504f * TYPE::to_float((u16)(gate >> 16)));
+    }
+    *(u32*)(out + ((size_t)row * heads + head) * HEAD + at) = TYPE::pack_finite(low, high);
   };
   if constexpr (!FEW) {
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
       for (int n = 0; n < EIGHTS; n++)
-        if (row_of[h] >= 0) put(row_of[h], head_of[h], n * 8 + 2 * c, found.out[n][2 * h] / found.sum[h], found.out[n][2 * h + 1] / found.sum[h]);
+        if (row_of[h] >= 0) put(row_of[h], head_of[h], half * COLUMNS + n * 8 + 2 * c, found.largest[h], found.sum[h], found.out[n][2 * h], found.out[n][2 * h + 1]);
     return;
   }
-  // Of the warps, [WARPS][16][WIDE] values, [WARPS][16] largest and sums, in the place of the tiles; the CTA's own are the first ones.
+  // Of the warps, [WARPS][16][COLUMNS] values, [WARPS][16] largest and sums, in the place of the tiles; the CTA's own are the first ones.
   float* outs = (float*)shared;
-  float* largest = outs + WARPS * 16 * WIDE;
+  float* largest = outs + WARPS * 16 * COLUMNS;
   float* sums = largest + WARPS * 16;
   __shared__ float2 of_row[16];  // the CTA's largest and sum
   __syncthreads();
@@ -242,27 +301,27 @@ marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, cons
     const int row = warp * 16 + g + 8 * h;
     if (c == 0) largest[row] = found.largest[h], sums[row] = found.sum[h];
 #pragma unroll
-    for (int n = 0; n < EIGHTS; n++) *(float2*)(outs + row * WIDE + n * 8 + 2 * c) = make_float2(found.out[n][2 * h], found.out[n][2 * h + 1]);
+    for (int n = 0; n < EIGHTS; n++) *(float2*)(outs + row * COLUMNS + n * 8 + 2 * c) = make_float2(found.out[n][2 * h], found.out[n][2 * h + 1]);
   }
   __syncthreads();
   const int rows = min(16, GROUP - chunk * 16), used = min(parts, all);
-  for (int i = threadIdx.x * 2; i < rows * WIDE; i += WARPS * 64) {
-    const int row = i / WIDE;
+  for (int i = threadIdx.x * 2; i < rows * COLUMNS; i += WARPS * 64) {
+    const int row = i / COLUMNS;
     const Sum sum = add_up<WARPS>([&](int w) { return make_float2(largest[w * 16 + row], sums[w * 16 + row]); },
-                        [&](int w) { return *(float2*)(outs + w * 16 * WIDE + i); }, WARPS);
-    if (used == 1 && part == 0) put(first_row, kv_head * GROUP + chunk * 16 + row, i % WIDE, sum.low / sum.sum, sum.high / sum.sum);
+                        [&](int w) { return *(float2*)(outs + w * 16 * COLUMNS + i); }, WARPS);
+    if (used == 1 && part == 0) put(first_row, kv_head * GROUP + chunk * 16 + row, half * COLUMNS + i % COLUMNS, sum.largest, sum.sum, sum.low, sum.high);
     *(float2*)(outs + i) = make_float2(sum.low, sum.high);
-    if (i % WIDE == 0) of_row[row] = make_float2(sum.largest, sum.sum);
+    if (i % COLUMNS == 0) of_row[row] = make_float2(sum.largest, sum.sum);
   }
 #if __CUDA_ARCH__ >= 900
   if (used == 1) return;  // the same for all CTAs of a cluster
   cluster_meet();
-  for (int i = (part * WARPS * 32 + threadIdx.x) * 2; i < rows * WIDE; i += parts * WARPS * 64) {
-    const int row = i / WIDE;
+  for (int i = (part * WARPS * 32 + threadIdx.x) * 2; i < rows * COLUMNS; i += parts * WARPS * 64) {
+    const int row = i / COLUMNS;
     const u32 about = shared_address(of_row + row), values = shared_address(outs + i);
-    const Sum sum = add_up<8>([&](int from) { return load_cluster(cluster_address(about, from)); },
+    const Sum sum = add_up<MOST_PARTS>([&](int from) { return load_cluster(cluster_address(about, from)); },
                         [&](int from) { return load_cluster(cluster_address(values, from)); }, used);
-    put(first_row, kv_head * GROUP + chunk * 16 + row, i % WIDE, sum.low / sum.sum, sum.high / sum.sum);
+    put(first_row, kv_head * GROUP + chunk * 16 + row, half * COLUMNS + i % COLUMNS, sum.largest, sum.sum, sum.low, sum.high);
   }
   cluster_meet();  // others may still read here
 #endif

@@ -8,7 +8,7 @@ stay bytes; all others are the float32 that `group_values` gives. Nothing is rou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
 from typing import Any, NamedTuple
@@ -214,17 +214,6 @@ def describe(tensor: QuantizedTensor, byte_scales: bool = True) -> Description:
     """
     format, unpack = tensor.format, partial(tensor.format.unpack_codes, tensor.storage)
     return _describe(format, tensor.shape, tensor.group_size, tensor.scale_planes, unpack, byte_scales)
-
-
-def describe_alike(tensors: Iterable[QuantizedTensor]) -> list[Description]:
-    """Descriptions of one kind: scales of all tensors are float32 if one of them needs that."""
-    matrices = list(tensors)
-    found = [describe(matrix) for matrix in matrices]
-    narrow = all(one.kind.narrow for one in found)
-    found = [replace(one, kind=replace(one.kind, narrow=narrow)) for one in found]
-    if len({one.kind for one in found}) > 1:
-        found = [describe(matrix, byte_scales=False) for matrix in matrices]
-    return found if len({one.kind for one in found}) == 1 else [one.with_float32() for one in found]
 
 
 def describe_planes(format: Format, planes: Planes, group_size: int) -> Description:

@@ -130,8 +130,7 @@ marlin_choose(const float* __restrict__ scores, int vocabulary, const Choice* __
   row.part = blockIdx.x, row.parts = gridDim.x, row.scores = scores + (size_t)number * vocabulary;
   const int each = (vocabulary + row.parts - 1) / row.parts;
   row.first = min(vocabulary, row.part * each), row.last = min(vocabulary, row.first + each);
-  let_next_start();
-  wait_for_previous();
+  wait_for_previous();  // The next step must not start early: its kernels read positions before they wait for their previous one.
   const Choice choice = choices[number];
   auto put = [&](int token) { tokens[number] = token, positions[number]++; };
 

@@ -39,6 +39,8 @@ struct F16 {
   DEVICE u32 mul2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
   DEVICE u32 add2(u32 a, u32 b) { u32 r; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
   DEVICE u32 pack(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+  // Numbers beyond 65504 become that, not infinite: models trained in bfloat16 have some.
+  DEVICE u32 pack_finite(float low, float high) { u32 r; asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
   DEVICE float to_float(u16 h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
   static constexpr u32 ones = 0x3c003c00;
   DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -54,6 +56,7 @@ struct BF16 {
   DEVICE u32 mul2(u32 a, u32 b) { return fma2(a, b, 0x80008000); }
   DEVICE u32 add2(u32 a, u32 b) { return fma2(a, 0x3f803f80, b); }
   DEVICE u32 pack(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+  DEVICE u32 pack_finite(float low, float high) { return pack(low, high); }
   DEVICE float to_float(u16 h) { return __uint_as_float((u32)h << 16); }
   static constexpr u32 ones = 0x3f803f80;
   DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {

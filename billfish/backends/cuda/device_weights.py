@@ -115,18 +115,11 @@ class DeviceWeights:
         So a bfloat16 number is not rounded, if it is no less than 2^-31 of its row's largest.
         """
         about, room = BrickInfo(PLAIN, (w.shape[0], w.shape[1])), room_for(place)
-        row_scale = np.ones(len(w), np.float32)
+        row_scale = np.empty(len(w), np.float32)
         with room.current():
             codes = room.empty(2 * w.size)
             for start in range(0, len(w), ROWS_SENT):
-                part = w[start : start + ROWS_SENT]
-                if part.dtype != np.float16:
-                    numbers = part.astype(np.float32)
-                    largest = np.where(np.isfinite(numbers), np.abs(numbers), 0).max(axis=1)
-                    scale = np.ldexp(np.float32(1), np.where(largest > 0, np.frexp(largest)[1] - 15, 0))
-                    row_scale[start : start + ROWS_SENT] = scale
-                    with np.errstate(over="ignore"):  # an infinite weight stays one
-                        part = (numbers / scale[:, None]).astype(np.float16)
+                part, row_scale[start : start + ROWS_SENT] = as_halves(w[start : start + ROWS_SENT])
                 copy_in(address(codes) + 2 * start * w.shape[1], part, room.stream)
             down, along = brick_shape(*w.shape)
             ones = np.ones((down * along, COURSE), np.float16).view(np.uint8)
@@ -209,7 +202,7 @@ class DeviceWeights:
                     x + 2 * first * x_stride,
                     x_stride,
                     bias,
-                    y + 2 * first * gemm.n,
+                    y + first * gemm.row_bytes,
                     work,
                 )
                 for first in range(0, gemm.m, ROWS_AT_ONCE)
@@ -302,6 +295,17 @@ def record(*memories: Memory) -> None:
     stream = sys.modules["torch"].cuda.current_stream(room_of(memories[0]).ordinal)
     for memory in memories:
         as_tensor(memory).record_stream(stream)
+
+
+def as_halves(w: NDArray[Any]) -> tuple[NDArray[np.float16], NDArray[np.float32]]:
+    """Numbers [N, K] as float16 numbers and the power of two of each row that they are multiplied with."""
+    if w.dtype == np.float16:
+        return w, np.ones(len(w), np.float32)
+    numbers = w.astype(np.float32)
+    largest = np.where(np.isfinite(numbers), np.abs(numbers), 0).max(axis=1)
+    scale = np.ldexp(np.float32(1), np.where(largest > 0, np.frexp(largest)[1] - 15, 0))
+    with np.errstate(over="ignore"):  # an infinite weight stays one
+        return (numbers / scale[:, None]).astype(np.float16), scale
 
 
 def stored_codes(tensor: QuantizedTensor, shift: int) -> tuple[NDArray[np.uint8], dict[str, str]] | None:

@@ -23,6 +23,7 @@ Macros = tuple[tuple[str, str], ...]
 # Barriers of the kernels are static shared memory: up to 32 slots * 8 + 16 warps * 16 = 512 bytes. Dynamic shared
 # memory begins at a multiple of 1024.
 STATIC_BYTES = 1024
+PORTABLE_CLUSTER = 8  # CTAs that a cluster may have on any GPU; a kernel must be allowed more
 FLOAT16, BFLOAT16, BYTES = range(3)  # what x is made of, as launch/bind.cpp counts it
 
 
@@ -147,6 +148,11 @@ def compile_together(launches: Iterable[KernelLaunch], ordinal: int) -> None:
 def native(launch: KernelLaunch, ordinal: int) -> Any:
     """The same in native code, for one device: a `_cuda.NativeLaunch`."""
     function = kernel(launch.source, launch.name, launch.macros, ordinal, launch.shared_bytes)
+    if launch.cluster > PORTABLE_CLUSTER:
+        d = driver()
+        which = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        place = check(d.cuDeviceGet(ordinal), "device")
+        check(d.cuKernelSetAttribute(which, 1, d.CUkernel(int(function)), place), launch.name)
     x, y, z = (*launch.grid, 1, 1)[:3]
     shape = (x, y, z), launch.threads, launch.shared_bytes, launch.cluster, launch.overlap
     context = int(_primary_context(ordinal))

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,9 +23,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.base import ExpertBlock, ExpertProduct
-from billfish.backends.cuda.axes import Kind, describe_alike
-from billfish.backends.cuda.device_weights import BrickInfo, pack_to, record, stored_codes
-from billfish.backends.cuda.driver import Device, KernelLaunch, copy_in, copy_out, device, no_tensor_map, tensor_map
+from billfish.backends.cuda.axes import COURSE, Codes, Description, Kind, describe
+from billfish.backends.cuda.device_weights import (
+    PLAIN,
+    BrickInfo,
+    as_halves,
+    brick_kernel,
+    pack_to,
+    record,
+    stored_codes,
+)
+from billfish.backends.cuda.driver import (
+    BFLOAT16,
+    FLOAT16,
+    Device,
+    KernelLaunch,
+    copy_in,
+    copy_out,
+    device,
+    no_tensor_map,
+    synchronize,
+    tensor_map,
+)
 from billfish.backends.cuda.layout import brick_shape, group_parts
 from billfish.backends.cuda.memory import Memory, OurRoom, Room, TorchRoom, address, room_for, send
 from billfish.backends.cuda.plans import GATE_COLUMNS, GATES, ExpertRouting, Gemm, gate_ctas, plan_experts
@@ -33,6 +52,7 @@ from billfish.backends.cuda.products import DEFAULT_STREAM, can_be_read, row_str
 from billfish.core.arrays import Input
 from billfish.core.mixture import checked_ids, checked_routing
 from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.tensor import QuantizedTensor
 
 GATE_ROWS = 8  # of gate, then as many of up, and so on: device.cuh's GATE
 
@@ -49,21 +69,68 @@ class DeviceExperts:
     streams: set[int] = field(default_factory=set, repr=False, init=False)  # of torch, that have read the weights
 
     @classmethod
-    def pack(cls, stack: QuantizedExperts, place: str, gated: bool = False) -> DeviceExperts:
-        """Beside x in that place. Done when this returns, so that any stream may use the weights."""
-        room, (experts, n, k) = room_for(place), stack.shape
-        found = describe_alike(stack)
-        kind, (down, along) = found[0].kind, brick_shape(n, k)
+    def pack(
+        cls, stack: QuantizedExperts, place: str, gated: bool = False, rows: NDArray[np.int64] | None = None
+    ) -> DeviceExperts:
+        """Beside x in that place. Done when this returns, so that any stream may use the weights.
+
+        rows: the order in which bricks have the rows of each matrix, where it is another one.
+        """
+        return cls.pack_together((stack,), place, gated, rows)
+
+    @classmethod
+    def pack_together(
+        cls,
+        stacks: Sequence[QuantizedExperts],
+        place: str,
+        gated: bool = False,
+        rows: NDArray[np.int64] | None = None,
+    ) -> DeviceExperts:
+        """Stacks that are `alike`: each expert's matrices below each other, then their rows in this order. Some experts
+        are packed at a time, so that little of the stacks is in memory twice."""
+        room, (experts, _, k) = room_for(place), stacks[0].shape
+        n = sum(stack.shape[1] for stack in stacks) if rows is None else len(rows)
+        found = _described(stacks, rows)
+        kind = found[0].kind
+        down, along = brick_shape(n, k)
         each = down * along * kind.brick_bytes
         with room.current():
-            bricks = room.empty(experts * each)
-            for e, (matrix, description) in enumerate(zip(stack, found, strict=True)):
+            bricks, done = room.empty(experts * each), 0
+            for tensor, description in zip(_tensors(stacks, rows), found, strict=True):
+                count = tensor.shape[0] // n
                 about = BrickInfo(kind, (n, k), description.shift)
-                stored = stored_codes(matrix, description.shift)
-                codes, macros = (description.codes, {}) if stored is None else stored
-                pack_to(address(bricks) + e * each, about, send(codes, room), group_parts(description), room, **macros)
-            row_scale = send(np.stack([one.row_scale for one in found]), room)
-        return cls(kind, stack.shape, bricks, row_scale, gated)
+                codes, macros = _codes(tensor, description.shift)
+                own = [_rows_of(description, n * e, n) for e in range(count)] if n % COURSE else [description]
+                groups = np.concatenate([group_parts(one) for one in own])
+                sent = send(codes, room), send(groups, room)
+                launch = brick_kernel("pack", about, 128, **macros)
+                for e in range(count):
+                    there = (
+                        address(sent[0]) + codes.nbytes // count * e,
+                        address(sent[1]) + groups.nbytes // count * e,
+                    )
+                    launch(room.ordinal, room.stream, *there, address(bricks) + (done + e) * each, n, k)
+                synchronize(room.stream)  # before what was sent goes
+                done += count
+            row_scale = send(np.concatenate([one.row_scale for one in found]), room)
+        return cls(kind, (experts, n, k), bricks, row_scale, gated)
+
+    @classmethod
+    def pack_plain(
+        cls, matrices: Iterable[NDArray[Any]], shape: tuple[int, int, int], place: str, gated: bool = False
+    ) -> DeviceExperts:
+        """Unquantized weights, a matrix [N, K] for each expert, as DeviceWeights has them."""
+        room, (experts, n, k) = room_for(place), shape
+        (down, along), about = brick_shape(n, k), BrickInfo(PLAIN, (n, k))
+        each, scales = down * along * PLAIN.brick_bytes, []
+        with room.current():
+            bricks, ones = room.empty(experts * each), np.ones((down * along, COURSE), np.float16).view(np.uint8)
+            for e, matrix in enumerate(matrices):
+                codes, scale = as_halves(matrix)
+                scales.append(scale)
+                pack_to(address(bricks) + e * each, about, send(codes, room), ones, room, CODE="u16")
+            row_scale = send(np.concatenate(scales), room)
+        return cls(PLAIN, shape, bricks, row_scale, gated)
 
     @property
     def nbytes(self) -> int:
@@ -76,15 +143,86 @@ class DeviceExperts:
             record(self.bricks, self.row_scale)
 
 
+AT_ONCE = 1 << 26  # bytes of experts that are packed at a time
+
+
+def _tensors(stacks: Sequence[QuantizedExperts], rows: NDArray[np.int64] | None) -> Iterator[QuantizedTensor]:
+    """The matrices of some experts below each other, of all in the end; of one, where the format keeps rows apart from
+    each other by another axis than the first."""
+    first, experts = stacks[0], len(stacks[0])
+    specs = first.format.storage_spec(*first.shape[1:], first.group_size)
+    tall = all(spec.n_axis == 0 for spec in specs.values())
+    count = max(1, AT_ONCE * experts // sum(stack.nbytes for stack in stacks)) if tall else 1
+    for start in range(0, experts, count):
+        together = [stack.take_experts(slice(start, start + count)) for stack in stacks]
+        some = together[0] if len(together) == 1 else joined(*together)
+        assert some is not None  # they are alike
+        if rows is not None:
+            some = some.take_rows(rows)
+        if not tall:
+            yield some[0]
+            continue
+        shape = some.shape[0] * some.shape[1], some.shape[2]
+        storage = {name: array.reshape(shape[0], *array.shape[2:]) for name, array in some.storage.items()}
+        yield QuantizedTensor(some.format, shape, some.group_size, storage)
+
+
+def _described(stacks: Sequence[QuantizedExperts], rows: NDArray[np.int64] | None) -> list[Description]:
+    """Descriptions of `_tensors`, of one kind, and without the codes: so these are not kept."""
+
+    def described(byte_scales: bool) -> list[Description]:
+        found = [replace(describe(one, byte_scales), unpack=_no_codes) for one in _tensors(stacks, rows)]
+        narrow = all(one.kind.narrow for one in found)
+        return [replace(one, kind=replace(one.kind, narrow=narrow)) for one in found]
+
+    found = described(byte_scales=True)
+    if len({one.kind for one in found}) > 1:
+        found = described(byte_scales=False)
+    return found if len({one.kind for one in found}) == 1 else [one.with_float32() for one in found]
+
+
+def _codes(tensor: QuantizedTensor, shift: int) -> tuple[Codes, dict[str, str]]:
+    """The codes of a tensor, and how pack.cu reads them."""
+    stored = stored_codes(tensor, shift)
+    return (tensor.format.unpack_codes(tensor.storage) + np.uint8(shift), {}) if stored is None else stored
+
+
+def _no_codes() -> Codes:
+    raise AssertionError("the codes of this description are not kept")
+
+
+def _rows_of(description: Description, first: int, count: int) -> Description:
+    taken, offsets = slice(first, first + count), description.offsets
+    return replace(
+        description,
+        shape=(count, description.shape[1]),
+        scales=description.scales[taken],
+        offsets=None if offsets is None else offsets[taken],
+        row_scale=description.row_scale[taken],
+    )
+
+
 def pack_gate_up(stacks: Sequence[QuantizedExperts], place: str) -> list[DeviceExperts]:
     """One stack whose rows alternate between gate and up, where that is possible; else two stacks, gate and up."""
     inner = stacks[0].shape[1] // (1 if len(stacks) == 2 else 2)
-    whole = stacks[0] if len(stacks) == 1 else joined(*stacks)
-    if whole is not None and inner % GATE_ROWS == 0:
-        return [DeviceExperts.pack(whole.take_rows(by_turns(inner)), place, gated=True)]
+    if alike(*stacks) and inner % GATE_ROWS == 0:
+        return [DeviceExperts.pack_together(stacks, place, True, by_turns(inner))]
     if len(stacks) == 1:
-        stacks = [stacks[0].take_rows(np.arange(first, first + inner)) for first in (0, inner)]
+        return [DeviceExperts.pack(stacks[0], place, rows=np.arange(first, first + inner)) for first in (0, inner)]
     return [DeviceExperts.pack(stack, place) for stack in stacks]
+
+
+def alike(first: QuantizedExperts, *others: QuantizedExperts) -> bool:
+    """Whether the matrices of an expert can be rows of one: of one format, without different scales of all of W."""
+    specs = first.format.storage_spec(*first.shape[1:], first.group_size)
+    return all(
+        (first.format, first.group_size) == (other.format, other.group_size)
+        and all(
+            spec.n_axis is not None or np.array_equal(first.storage[name], other.storage[name])
+            for name, spec in specs.items()
+        )
+        for other in others
+    )
 
 
 def by_turns(inner: int) -> NDArray[np.int64]:
@@ -94,17 +232,15 @@ def by_turns(inner: int) -> NDArray[np.int64]:
 
 
 def joined(gate: QuantizedExperts, up: QuantizedExperts) -> QuantizedExperts | None:
-    """Rows of gate, then rows of up, in one stack; None if they are of two kinds, or have scales of all of W."""
-    if (gate.format, gate.group_size) != (up.format, up.group_size):
+    """Rows of gate, then rows of up, in one stack; None if they are not `alike`."""
+    if not alike(gate, up):
         return None
     specs, storage = gate.format.storage_spec(*gate.shape[1:], gate.group_size), {}
     for name, array in gate.storage.items():
         axis, other = specs[name].n_axis, up.storage[name]
-        if axis is None and not np.array_equal(array, other):
-            return None
         storage[name] = array if axis is None else np.concatenate([array, other], axis=1 + axis)
     experts, n, k = gate.shape
-    return QuantizedExperts.owning(gate.format, (experts, 2 * n, k), gate.group_size, storage)
+    return QuantizedExperts.owning(gate.format, (experts, n + up.shape[1], k), gate.group_size, storage)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -112,7 +248,8 @@ def joined(gate: QuantizedExperts, up: QuantizedExperts) -> QuantizedExperts | N
 
 ID_TYPES = {"int32": "int", "uint32": "unsigned", "int64": "long long"}  # in route.cu and mix.cu
 WEIGHT_TYPES = {"float32": "Float", "float16": "Halves<F16>", "bfloat16": "Halves<BF16>"}  # in mix.cu
-THREADS, MIXED = 256, 2048  # of a CTA of gather.cu and mix.cu; columns of a CTA of mix.cu
+THREADS = 256  # of a CTA of gather.cu and mix.cu
+FEW_MIXED, FEW_THREADS = 256, 32  # tokens for which mix.cu has more, smaller CTAs
 MOST_CTAS = 4096  # of gather.cu, which go on with further rows
 ENTRY_BYTES = 16
 
@@ -170,18 +307,14 @@ class Visits:
         self, weights: DeviceExperts, x: Numbers, bias: Numbers, y: int, *, gate: str | None = None, sorted: bool
     ) -> None:
         """y [visits, n] of sorted rows of x. sorted: those of y are sorted, too; else in the order of tokens."""
-        (table, order), (_, n, k), visits = self._sorted, weights.shape, self.routing.visits
+        (table, order) = self._sorted
         if isinstance(self.room, TorchRoom):
             weights.note(self.room.stream)
-        float_bias = bias.at != 0 and bias.dtype == "float32"
-        invariant = self.routing.batch_invariant
-        gemm = Gemm(weights.kind, visits, n, k, self.bfloat16, float_bias, None, invariant, gate)
-        plan = plan_experts(gemm, self.routing, self.device)
-        map_of_x = x.at, self.bfloat16, visits, k, x.stride, plan.box_rows
-        box = tensor_map(*map_of_x) if self.device.capability >= (9, 0) else no_tensor_map()
-        held = address(weights.bricks), address(weights.row_scale)
         routed = address(table), 0 if sorted else address(order)
-        plan.launch(self.room.ordinal, self.room.stream, box, *held, x.at, bias.at, y, *routed, visits, n, k, x.stride)
+        launch, arguments = grouped_product(
+            weights, self.routing, self.device, self.bfloat16, x, bias, y, *routed, gate=gate
+        )
+        launch(self.room.ordinal, self.room.stream, *arguments)
 
     def open_gate(self, gate: int, up: int, activation: str, inner: int) -> tuple[Memory, Numbers]:
         """activation(gate) * up, of two products [visits, inner]."""
@@ -195,9 +328,9 @@ class Visits:
     def mix(self, x: int, weights: Numbers, y: int, n: int) -> None:
         """y [tokens, n]: the weighted sums of x [tokens, chosen, n]."""
         macros = {"TYPE": self._type, "ID": ID_TYPES[self.ids.dtype], "WEIGHT": WEIGHT_TYPES[weights.dtype]}
-        numbers = self.routing.experts, self.routing.chosen, n
-        ctas = self.routing.tokens * -(-n // MIXED)
-        self._launch("mix", macros, ctas, THREADS, x, self.ids.at, weights.at, y, *numbers)
+        numbers = self.routing.experts, self.routing.chosen, self.routing.chosen, n
+        shape = mix_shape(self.routing.tokens, n)
+        self._launch("mix", macros, *shape, x, self.ids.at, weights.at, 0, y, *numbers)
 
     @property
     def _type(self) -> str:
@@ -210,6 +343,39 @@ class Visits:
         overlap = self.device.capability >= (9, 0)
         launch = KernelLaunch(f"{name}.cu", f"marlin_{name}", defined, (ctas,), threads, shared_bytes, 1, overlap)
         launch(self.room.ordinal, self.room.stream, *arguments)
+
+
+def grouped_product(
+    weights: DeviceExperts,
+    routing: ExpertRouting,
+    device: Device,
+    bfloat16: bool,
+    x: Numbers,
+    bias: Numbers,
+    y: int,
+    table: int,
+    order: int,
+    *,
+    gate: str | None = None,
+) -> tuple[KernelLaunch, tuple[Any, ...]]:
+    """The launch of y [visits, n] from rows of x that are sorted by expert, and its arguments.
+
+    order: where rows of y are to be in the order of tokens; 0: they are sorted, too.
+    """
+    (_, n, k), visits = weights.shape, routing.visits
+    float_bias = bias.at != 0 and bias.dtype == "float32"
+    gemm = Gemm(weights.kind, visits, n, k, bfloat16, float_bias, None, routing.batch_invariant, gate)
+    plan = plan_experts(gemm, routing, device)
+    map_of_x = x.at, BFLOAT16 if bfloat16 else FLOAT16, visits, k, x.stride, plan.box_rows
+    box = tensor_map(*map_of_x) if device.capability >= (9, 0) else no_tensor_map()
+    held = address(weights.bricks), address(weights.row_scale)
+    return plan.launch, (box, *held, x.at, bias.at, y, table, order, visits, n, k, x.stride)
+
+
+def mix_shape(tokens: int, n: int) -> tuple[int, int]:
+    """CTAs of mix.cu, and their threads, which have eight columns of a token each: of few tokens small CTAs."""
+    threads = FEW_THREADS if tokens <= FEW_MIXED else THREADS
+    return tokens * -(-n // (8 * threads)), threads
 
 
 def route_shape(routing: ExpertRouting, device: Device) -> tuple[int, int]:

@@ -11,6 +11,6 @@ extern "C" __global__ void __launch_bounds__(256) marlin_gate(const u16* __restr
   const int parts = (columns + 255) / 256, column = blockIdx.x % parts * 256 + threadIdx.x;
   for (int row = blockIdx.x / parts; row < rows && column < columns; row += gridDim.x / parts) {
     const size_t i = (size_t)row * columns + column;
-    out[(size_t)row * stride + column] = (u16)TYPE::pack(pass_gate(TYPE::to_float(gates[i]), TYPE::to_float(numbers[i])), 0);
+    out[(size_t)row * stride + column] = (u16)TYPE::pack_finite(pass_gate(TYPE::to_float(gates[i]), TYPE::to_float(numbers[i])), 0);
   }
 }

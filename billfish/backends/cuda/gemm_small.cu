@@ -13,7 +13,7 @@
 //
 // Compiled with: TYPE, ELEMENT, SCALE, OFFSET, GROUPS, and TEAMS, SHARERS (warps of a team), COURSES, ROWS (of x: 1, 2, 4, 8, 16 or
 // 32), ALONE (x has but one row, which stands for all), SLOTS, and RESIDENT, the CTAs that are to have room on a multiprocessor. With EXPERTS,
-// the rows of a tile, which are up to ROWS, a pass is a tile of some expert's (rows.cuh).
+// the rows of a tile, which are up to ROWS, a pass is a tile of some expert's (rows.cuh). FRESH: the kernel before this one writes the table.
 #include "decode.cuh"
 #include "hopper.cuh"
 #include "rows.cuh"
@@ -137,7 +137,7 @@ typedef float Output;
 DEVICE void put(float* y, size_t i, float v) { y[i] = v; }
 #else
 typedef u16 Output;
-DEVICE void put(u16* y, size_t i, float v) { y[i] = (u16)TYPE::pack(v, 0); }
+DEVICE void put(u16* y, size_t i, float v) { y[i] = (u16)TYPE::pack_finite(v, 0); }
 #endif
 
 DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale, const u16* __restrict__ x, const void* __restrict__ bias,
@@ -149,6 +149,9 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
   const int warp = __shfl_sync(0xffffffff, threadIdx.x >> 5, 0), team = warp / SHARERS, sharer = warp % SHARERS;
   const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   const int bricks = (k + 127) / 128, courses = (n + 15) / 16, places = (courses + COURSES - 1) / COURSES;
+#ifdef FRESH
+  wait_for_previous();
+#endif
   const int count = ROUTED ? visits.count(places) : places;
   if (ROUTED && blockIdx.x >= count) {
     wait_for_previous();  // so that this kernel is not over before the one ahead of it

@@ -20,6 +20,7 @@ from itertools import accumulate
 from billfish.backends.cuda.axes import BRICK, COURSE, Kind
 from billfish.backends.cuda.driver import STATIC_BYTES, Device, KernelLaunch, Macros
 
+PASS_ROWS = 32  # rows of x for which gemm_small reads the weights once
 MANY_ROWS = 64  # gemm_small decodes a brick once for each 32 rows: for more rows a library is the better one
 SMALL_N = 6144  # with 9 to 16 rows gemm_small is the faster one for N = 4096, gemm_large for N = 8192
 WIDE_N = 12288  # a CTA has more courses for N = 14336, and not yet for N = 8192
@@ -51,8 +52,13 @@ class Gemm:
     activation: str | None = None
     batch_invariant: bool = False
     gate: str | None = None  # columns of x W.T are eight gates, eight numbers, and so on; y [m, n / 2]
-    float_y: bool = False  # y is float32; gemm_small alone writes it
+    float_y: bool = False  # y is float32: the logits
     activations: str = "exact"  # "fp8" or "q8": x may be multiplied in bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Of y."""
+        return (4 if self.float_y else 2) * (self.n if self.gate is None else self.n // 2)
 
     def macros(self, **more: object) -> Macros:
         names = self.kind.macros() | {"TYPE": "BF16" if self.bfloat16 else "F16"}
@@ -80,7 +86,8 @@ class Plan:
 def plan(gemm: Gemm, device: Device) -> Plan | None:
     """The plan of a product on a device; None: decode the weights and let a library multiply."""
     m, hopper = gemm.m, device.capability == (9, 0)
-    if gemm.batch_invariant or gemm.float_y or m <= 8 or (m <= 16 and gemm.n < SMALL_N):
+    few = m <= 8 or (m <= 16 and gemm.n < SMALL_N)
+    if gemm.batch_invariant or few or (gemm.float_y and (m <= PASS_ROWS or not hopper)):
         return small(gemm, device)
     if hopper:
         return large(gemm, device)
@@ -653,6 +660,10 @@ def quantize_launch(gemm: Gemm, stride: int) -> KernelLaunch:
 
 FEW = 8  # rows of a tile of gemm_small
 FILLED = 0.6  # of a tile, if all experts have as many rows: some have more, and should not need another tile
+FEW_FILLED = 0.45  # of a tile of gemm_small beside gemm_large, which with 4 rows an expert is the faster one
+# With few columns of x a pass is short, and several small CTAs on a multiprocessor hide its beginning and end:
+# docs/notes/2026-11-18-cuda-mixtures.md has what was tried. One row: of gate and up, of other products; then more rows.
+SHORT_GATED, SHORT_ALONE, SHORT = Small(8, 4, 16, 3), Small(6, 4, 12, 2), Small(4, 4, 8, 3)
 
 
 @dataclass(frozen=True)
@@ -674,7 +685,9 @@ class ExpertRouting:
             return next(width for width in (1, 2, 4, 8) if width >= self.tokens)
         mean = self.visits / self.experts
         large = device.capability == (9, 0) and not self.batch_invariant
-        widths = (FEW, 16, 32, 64, 128) if large else (FEW, 16, 32)
+        if mean <= (FEW_FILLED if large else FILLED) * FEW:
+            return FEW
+        widths = (16, 32, 64, 128) if large else (16, 32)
         return next((width for width in widths if mean <= FILLED * width), widths[-1])
 
     def entries(self, width: int) -> int:
@@ -700,6 +713,9 @@ def plan_experts(gemm: Gemm, routing: ExpertRouting, device: Device) -> Plan:
 def few(gemm: Gemm, routing: ExpertRouting, width: int, device: Device) -> Plan:
     """gemm_small."""
     tile, courses, hopper = replace(gemm, m=width), -(-gemm.n // COURSE), device.capability >= (9, 0)
+    if walks(routing, device) and gemm.k < LONG_K and gemm.kind.words == 1:
+        short = SHORT if width > 1 else SHORT_ALONE if gemm.gate is None else SHORT_GATED
+        return launch_few(gemm, routing, width, device, fitting(tile, device, short, again=True))
     shapes = [fitting(tile, device, shape, walks(routing, device)) for shape in small_shapes(tile, hopper)]
     all_courses = round(routing.expected(width) * courses)
 

@@ -1,8 +1,12 @@
-// RoPE of queries and keys; keys and values go to their page of the KV cache. A CTA has one head of ROWS rows, a thread a pair of numbers.
+// Norms and RoPE of queries and keys; keys and values go to their page of the KV cache. A CTA has one head of ROWS rows, a thread a pair
+// of numbers.
 //
-// q, k and v have a row for each token, `stride` numbers apart. Queries stay there, times 1 / sqrt(HEAD) * log2(e), so that attention
-// takes powers of two. Compiled with TYPE, HEAD, PAIRS (those that rotate; the numbers after them do not), ADJACENT (a pair is 2i and
-// 2i + 1, not i and i + PAIRS), NORMED (an RMSNorm of each head comes first) and ROWS.
+// q, k and v have a row for each token, `stride` numbers apart. Queries stay there, times `scale`, which has log2(e) in it, so that
+// attention takes powers of two, and times 1 + growth ln(1 + position / growth_length).
+//
+// Compiled with TYPE, HEAD, PAIRS (those that rotate; the numbers after them do not), ADJACENT (a pair is 2i and 2i + 1, not i and
+// i + PAIRS), NORMED (an RMSNorm comes first: 1 of each head, 2 of all heads, with the factors of head_scales.cu), VALUES_NORMED (an RMSNorm
+// of each head of values, without weights), OUTPUT_GATE (a head of q has its gate behind it) and ROWS.
 #include "pages.cuh"
 
 constexpr int EACH = WIDE / 2, WARPS = EACH / 32;  // of a row
@@ -11,7 +15,8 @@ static_assert(HEAD % 2 == 0 && 2 * PAIRS <= HEAD, "pairs of numbers");
 extern "C" __global__ void __launch_bounds__(EACH * ROWS)
 marlin_rotate(u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, int q_stride, int k_stride, int v_stride, const float2* __restrict__ angles,
               const int* __restrict__ positions, const int* __restrict__ texts, const u64* __restrict__ pages, const float* __restrict__ q_norm, const float* __restrict__ k_norm,
-              float epsilon, int heads, int kv_heads, int layer, int pages_of_text, int rows) {
+              const float2* __restrict__ head_scales, float epsilon, float scale, float growth, int growth_length, int angle_stride, int heads, int kv_heads, int offset,
+              int pages_of_text, int rows) {
   __shared__ float sums[ROWS][WARPS];
   let_next_start();
   const int head = blockIdx.x, mine = threadIdx.x / EACH, t = threadIdx.x % EACH, row = min(blockIdx.y * ROWS + mine, rows - 1);
@@ -20,11 +25,11 @@ marlin_rotate(u16* __restrict__ q, const u16* __restrict__ k, const u16* __restr
   const bool is_q = head < heads, is_v = head >= heads + kv_heads, turns = t < PAIRS;
   const int first = !turns ? PAIRS * 2 + (t - PAIRS) * 2 : ADJACENT ? 2 * t : t, second = turns && !ADJACENT ? t + PAIRS : first + 1;
   const int position = positions[row], kv_head = head - heads - (is_v ? kv_heads : 0);
-  const u64 page = pages[(size_t)texts[row] * pages_of_text + position / PAGE];
+  const u64 page = is_q ? 0 : pages[(size_t)texts[row] * pages_of_text + position / PAGE];
   wait_for_previous();
-  const u16* from = is_q ? q + (size_t)row * q_stride + head * HEAD : is_v ? v + (size_t)row * v_stride + kv_head * HEAD : k + (size_t)row * k_stride + kv_head * HEAD;
+  const u16* from = is_q ? q + (size_t)row * q_stride + head * (1 + OUTPUT_GATE) * HEAD : is_v ? v + (size_t)row * v_stride + kv_head * HEAD : k + (size_t)row * k_stride + kv_head * HEAD;
   float a = any ? TYPE::to_float(from[first]) : 0, b = any ? TYPE::to_float(from[second]) : 0;
-  if (NORMED && !is_v) {
+  if (is_v ? VALUES_NORMED : NORMED == 1) {
     float sum = a * a + b * b;
     for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, d);
     if (t % 32 == 0) sums[mine][t / 32] = sum;
@@ -32,22 +37,27 @@ marlin_rotate(u16* __restrict__ q, const u16* __restrict__ k, const u16* __restr
     sum = 0;
     for (int i = 0; i < WARPS; i++) sum += sums[mine][i];
     const float* weight = is_q ? q_norm : k_norm;
-    const float scale = rsqrtf(sum / HEAD + epsilon);
-    if (any) a *= scale * weight[first], b *= scale * weight[second];
+    const float factor = rsqrtf(sum / HEAD + epsilon);
+    if (any) a *= is_v ? factor : factor * weight[first], b *= is_v ? factor : factor * weight[second];
+  }
+  if (NORMED == 2 && !is_v && any) {
+    const float* weight = is_q ? q_norm + head * HEAD : k_norm + kv_head * HEAD;
+    const float factor = is_q ? head_scales[row].x : head_scales[row].y;
+    a *= factor * weight[first], b *= factor * weight[second];
   }
   if (again || (!any && is_q)) return;
   if (turns && !is_v) {
-    const float2 angle = angles[(size_t)row * PAIRS + t];
+    const float2 angle = angles[(size_t)row * angle_stride + t];
     const float turned = a * angle.x - b * angle.y;
     b = a * angle.y + b * angle.x, a = turned;
   }
   if (is_q) {
-    const float scale = 1.44269504f * rsqrtf(HEAD);
+    if (growth > 0) scale *= 1 + growth * logf(1 + (float)(position / growth_length));
     u16* to = (u16*)from;
-    to[first] = (u16)TYPE::pack(a * scale, 0), to[second] = (u16)TYPE::pack(b * scale, 0);
+    to[first] = (u16)TYPE::pack_finite(a * scale, 0), to[second] = (u16)TYPE::pack_finite(b * scale, 0);
   } else {
-    u8* to = (u8*)tile_at(page, layer, is_v, kv_heads, kv_head);
-    *(u16*)(to + in_tile(position % PAGE, first)) = (u16)TYPE::pack(a, 0);
-    *(u16*)(to + in_tile(position % PAGE, second)) = (u16)TYPE::pack(b, 0);
+    u8* to = (u8*)tile_at(page, offset, is_v, kv_heads, kv_head);
+    *(u16*)(to + in_tile(position % PAGE, first)) = (u16)TYPE::pack_finite(a, 0);
+    *(u16*)(to + in_tile(position % PAGE, second)) = (u16)TYPE::pack_finite(b, 0);
   }
 }

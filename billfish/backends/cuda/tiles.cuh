@@ -72,6 +72,25 @@ struct NoScales {
   __device__ __forceinline__ float2 of(int row) const { return {1, 1}; }
 };
 
+#ifdef Y_F32
+// A warpgroup's sums of ROWS rows of x and the 64 columns from `column` on, as float32: the logits. Eight lanes store eight numbers of a row.
+template <int ROWS, int COUNT, class Scales>
+DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], const Scales& scales, u32, int, int warp, int lane, u16* y, const Source&, int first_row, int last_row, int column, int n) {
+  static_assert(!ROUTED, "rows of y are those of x");
+  const int my_column = column + warp * 16 + (lane >> 2), left = last_row - first_row - (lane & 3) * 2;
+  float* to = (float*)y + (size_t)(first_row + (lane & 3) * 2) * n + my_column;
+#pragma unroll
+  for (int i = 0; i < ROWS / 8; i++, to += (size_t)8 * n)
+#pragma unroll
+    for (int row = 0; row < 2; row++)
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+        if (i * 8 + row < left && my_column + h * 8 < n) {
+          const float2 by = scales.of(i * 8 + (lane & 3) * 2);
+          to[(size_t)row * n + h * 8] = columns[h].finish(sums[i * 4 + h * 2 + row] * (row ? by.y : by.x));
+        }
+}
+#else
 // A warpgroup's sums of ROWS rows of x and the 64 columns from `column` on, which are 32 of y where they are GATED. It transposes 16 rows at
 // a time, by stmatrix, in the halves of its four kilobytes at `turned`, and its threads store 16 bytes each while the next ones are transposed.
 template <int ROWS, int COUNT, class Scales>
@@ -95,7 +114,7 @@ DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], const 
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const float2 gate = pair(i, 0), v = pair(i, 1);
-        pairs[i] = TYPE::pack(pass_gate(gate.x, v.x), pass_gate(gate.y, v.y));
+        pairs[i] = TYPE::pack_finite(pass_gate(gate.x, v.x), pass_gate(gate.y, v.y));
       }
       store_matrices_transposed(write_at + j % 2 * 2048, pairs);
     } else {
@@ -103,7 +122,7 @@ DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], const 
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float2 v = pair(i & 1, i >> 1);
-        pairs[i] = TYPE::pack(v.x, v.y);
+        pairs[i] = TYPE::pack_finite(v.x, v.y);
       }
       store_matrices_transposed(write_at + j % 2 * 2048, pairs);
     }
@@ -128,6 +147,7 @@ DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], const 
   }
   meet(barrier, 128);  // before the next strip is transposed there
 }
+#endif
 
 // Which tiles and which part of K a CTA has.
 struct Share {

@@ -5,9 +5,9 @@ const int m = x_shape[0], panel = threadgroup_position_in_grid.x;
 const int part = simdgroup_index_in_threadgroup, parts = simdgroups_per_threadgroup, lane = thread_index_in_simdgroup;
 const auto w = weights<GROUP>(codes, high, scales, offsets, factor, size[0], size[1]);
 if (m <= 2) {
-  multiply_panel<2, 4, HAS_BIAS>(x, m, w, panel, part, parts, lane, scratch, y, bias);
+  multiply_panel<2, 4, HAS_BIAS, GATE>(x, m, w, panel, part, parts, lane, scratch, y, bias);
 } else if (m <= 4) {
-  multiply_panel<4, 4, HAS_BIAS>(x, m, w, panel, part, parts, lane, scratch, y, bias);
+  multiply_panel<4, 4, HAS_BIAS, GATE>(x, m, w, panel, part, parts, lane, scratch, y, bias);
 } else {
-  multiply_panel<8, 2, HAS_BIAS>(x, m, w, panel, part, parts, lane, scratch, y, bias);
+  multiply_panel<8, 2, HAS_BIAS, GATE>(x, m, w, panel, part, parts, lane, scratch, y, bias);
 }

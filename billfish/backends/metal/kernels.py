@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from billfish.backends.metal.layout import LEAST_SIZE, Axes, MetalWeights
+from billfish.core.mixture import GATES
 
 # Threadgroups that keep a GPU at work. Apple's GPUs have 8 to 80 cores, and a core hides the latency of memory by going
 # from one threadgroup to another: 256 are 32 for each of 8 cores, or 3.2 for each of 80. Estimated, not yet measured.
@@ -179,17 +180,18 @@ class KernelSource(NamedTuple):
     buffers: int = 0
 
 
-MATVEC, TILES, EXPERTS = "matvec.metal", "tiles.metal", "experts.metal"
+ROUNDING, MATVEC, TILES, EXPERTS = "rounding.metal", "matvec.metal", "tiles.metal", "experts.metal"
 KERNELS = {
-    "gemv": KernelSource("marlin_gemv_{}", "gemv.metal", (MATVEC,)),
-    "gemv_rows": KernelSource("marlin_gemv_rows_{}", "gemv_rows.metal", (MATVEC,)),
+    "gemv": KernelSource("marlin_gemv_{}", "gemv.metal", (ROUNDING, MATVEC)),
+    "gemv_rows": KernelSource("marlin_gemv_rows_{}", "gemv_rows.metal", (ROUNDING, MATVEC)),
     "gemm": KernelSource("marlin_gemm_{}", "gemm.metal", (TILES,), 2),
     "fused": KernelSource("marlin_gemm_fused_{}", "gemm.metal", (TILES,), 1),
     "striped": KernelSource("marlin_gemm_{}_striped", "gemm_striped.metal", (TILES,), 2),
-    "gemv_experts": KernelSource("marlin_gemv_experts_{}", "gemv_experts.metal", (MATVEC, EXPERTS)),
+    "gemv_experts": KernelSource("marlin_gemv_experts_{}", "gemv_experts.metal", (ROUNDING, MATVEC, EXPERTS)),
     "gemm_experts": KernelSource("marlin_gemm_experts_{}", "gemm_experts.metal", (TILES, EXPERTS), 2),
     "fused_experts": KernelSource("marlin_gemm_fused_experts_{}", "gemm_experts.metal", (TILES, EXPERTS), 1),
     "dequantize": KernelSource("dequant_{}", "dequantize.metal"),
+    "embed": KernelSource("marlin_embed_{}", "embed.metal"),
 }
 PRODUCTS = ("gemv", "gemm", "fused", "striped")  # gemv takes gemv_rows for more than one row
 EXPERT_PRODUCTS = ("gemv_experts", "gemm_experts", "fused_experts")
@@ -200,6 +202,7 @@ INPUTS = {
     "gemm_experts": ["x", *WEIGHT_INPUTS, "bias", "ids", "order", "choices"],
     "fused_experts": ["x", *WEIGHT_INPUTS, "bias", "ids", "order", "choices"],
     "dequantize": WEIGHT_INPUTS,
+    "embed": [*WEIGHT_INPUTS, "tokens", "count"],
 }
 
 
@@ -256,31 +259,40 @@ class Kernels:
         self._metal_kernel, self._flushed = metal_kernel, flushed
         self._built: dict[tuple[Any, ...], Any] = {}
 
-    def _get(self, key: tuple[Any, ...], arguments: Callable[[], dict[str, Any]]) -> Any:
+    def get(self, key: tuple[Any, ...], arguments: Callable[[], dict[str, Any]]) -> Any:
+        """The kernel of that key, built when it is first wanted."""
         if key not in self._built:
             self._built[key] = self._metal_kernel(**arguments())
         return self._built[key]
 
     def product(self, kernel: str, w: MetalWeights) -> Any:
-        return self._get((kernel, w.name, w.axes), lambda: kernel_arguments(kernel, w.name, w.axes, self._flushed))
+        return self.get((kernel, w.name, w.axes), lambda: kernel_arguments(kernel, w.name, w.axes, self._flushed))
 
-    def multiply(self, x: Any, w: MetalWeights, bias: Any = None, kernel: str | None = None) -> Any:
-        """x [M, K] @ W.T + bias [N] -> [M, N] of x's type. `kernel` is one of PRODUCTS; the best unless given."""
+    def multiply(
+        self, x: Any, w: MetalWeights, bias: Any = None, kernel: str | None = None, *, gate: str | None = None
+    ) -> Any:
+        """x [M, K] @ W.T + bias [N] -> [M, N] of x's type. `kernel` is one of PRODUCTS; the best unless given.
+
+        gate: one of core.mixture.GATES, for M up to MATVEC_ROWS. Rows of W are eight of a gate, eight of up, and so on,
+        and y [M, N / 2] is gate(gate) * up.
+        """
         (m, k), n = x.shape, w.shape[0]
         if count(x) < LEAST_SIZE:
-            return self.multiply(more_rows(x), w, bias, kernel)[:m]
+            return self.multiply(more_rows(x), w, bias, kernel, gate=gate)[:m]
         chosen = launch(kernel or choose_kernel(m, n, k, x.itemsize), m, n, k)
         added = x if bias is None else more_numbers(bias)
         striped = chosen.kernel == "striped"
         template = {"T": x.dtype, "GROUP": w.group}
         if not striped:
             template["HAS_BIAS"] = bias is not None
+        if chosen.kernel.startswith("gemv"):
+            template["GATE"] = 0 if gate is None else GATES.index(gate) + 1
         (y,) = self.product(chosen.kernel, w)(
             inputs=[x, *(w.arrays[name] for name in WEIGHT_INPUTS), added],
             template=list(template.items()),
             grid=chosen.grid,
             threadgroup=chosen.threadgroup,
-            output_shapes=[(chosen.grid[2], m, n) if striped else (m, n)],
+            output_shapes=[(chosen.grid[2], m, n) if striped else (m, n if gate is None else n // 2)],
             output_dtypes=[library(x).float32 if striped else x.dtype],
         )
         return self._reduce(y, added, bias is not None, x.dtype) if striped else y
@@ -330,7 +342,7 @@ class Kernels:
     def _reduce(self, partials: Any, bias: Any, has_bias: bool, dtype: Any) -> Any:
         _, m, n = partials.shape
         template = {"T": dtype, "HAS_BIAS": has_bias}
-        (y,) = self._get(("reduce",), lambda: REDUCE)(
+        (y,) = self.get(("reduce",), lambda: REDUCE)(
             inputs=[partials, bias],
             template=list(template.items()),
             grid=(up(m * n, 256) * 256, 1, 1),
@@ -342,7 +354,7 @@ class Kernels:
 
     def zero_reduction(self, count: int, xp: Any = np) -> Any:
         """Zeros, float32 [count], of NumPy or mlx.core."""
-        (y,) = self._get(("zero",), lambda: ZERO)(
+        (y,) = self.get(("zero",), lambda: ZERO)(
             inputs=[],
             grid=(count, 1, 1),
             threadgroup=(256, 1, 1),
@@ -363,6 +375,23 @@ class Kernels:
             grid=(up(k, 32 * 8) * 8, up(n, 16) * 16, 1),
             threadgroup=(8, 16, 1),
             output_shapes=[(n, k)],
+            output_dtypes=[dtype],
+        )
+        return y
+
+    def embed(self, w: MetalWeights, tokens: Any, dtype: Any) -> Any:
+        """The rows [tokens, K] of a table W [N, K] in that type. tokens: integers [rows]."""
+        rows, k = tokens.shape[0], w.shape[1]
+        (y,) = self.product("embed", w)(
+            inputs=[
+                *(w.arrays[name] for name in WEIGHT_INPUTS),
+                as_words(tokens),
+                constants_array([rows], beside=tokens),
+            ],
+            template=[("T", dtype), ("GROUP", w.group)],
+            grid=(up(k, 32 * 8) * 8, up(rows, 16) * 16, 1),
+            threadgroup=(8, 16, 1),
+            output_shapes=[(rows, k)],
             output_dtypes=[dtype],
         )
         return y

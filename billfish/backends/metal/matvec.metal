@@ -221,9 +221,17 @@ METAL_FUNC void sum_panel(const device T* x, int m, W w, int part, int parts, in
   }
 }
 
+// One of these sums, over all simdgroups.
+template <int ROWS>
+METAL_FUNC float total_of(const threadgroup float* scratch, int i, int parts) {
+  float sum = scratch[i];
+  for (int p = 1; p < parts; p++) sum += scratch[p * ROWS * PANEL + i];
+  return sum;
+}
+
 // The sums of all lanes and simdgroups, added up in their order, to y [m, n] with the bias, rounded once. `scratch` is for
-// ROWS * 16 floats of each simdgroup.
-template <int ROWS, int COLUMNS, bool HAS_BIAS, typename T, typename B>
+// ROWS * 16 floats of each simdgroup. With a GATE, eight columns of gate and eight of up alternate, and y is [m, n / 2].
+template <int ROWS, int COLUMNS, bool HAS_BIAS, int GATE, typename T, typename B>
 METAL_FUNC void store_panel(thread float* sums, threadgroup float* scratch, device T* y, const device B* bias, int m, int n,
                             int panel, int part, int parts, int lane) {
   constexpr int lanes = 2 * COLUMNS;
@@ -234,23 +242,33 @@ METAL_FUNC void store_panel(thread float* sums, threadgroup float* scratch, devi
     if (lane % lanes == 0) scratch[(part * ROWS + i / COLUMNS) * PANEL + lane / lanes * COLUMNS + i % COLUMNS] = sums[i];
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (GATE != 0) {
+    for (int i = part * 32 + lane; i < m * PANEL / 2; i += parts * 32) {
+      const int row = i / (PANEL / 2), within = i % (PANEL / 2), column = panel * PANEL + within;
+      if (column < n) {
+        float gate = total_of<ROWS>(scratch, row * PANEL + within, parts), up = total_of<ROWS>(scratch, row * PANEL + PANEL / 2 + within, parts);
+        if (HAS_BIAS) gate += float(bias[column]), up += float(bias[column + PANEL / 2]);
+        y[long(row) * (n / 2) + panel * (PANEL / 2) + within] = activation<T>(gated<GATE>(gate, up));
+      }
+    }
+    return;
+  }
   for (int i = part * 32 + lane; i < m * PANEL; i += parts * 32) {
     const int column = panel * PANEL + i % PANEL;
     if (column < n) {
-      float sum = scratch[i];
-      for (int p = 1; p < parts; p++) sum += scratch[p * ROWS * PANEL + i];
+      const float sum = total_of<ROWS>(scratch, i, parts);
       y[long(i / PANEL) * n + column] = T(HAS_BIAS ? sum + float(bias[column]) : sum);
     }
   }
 }
 
 // Both.
-template <int ROWS, int COLUMNS, bool HAS_BIAS, typename T, typename W, typename Y, typename B>
+template <int ROWS, int COLUMNS, bool HAS_BIAS, int GATE = 0, typename T, typename W, typename Y, typename B>
 METAL_FUNC void multiply_panel(const device T* x, int m, W w, int panel, int part, int parts, int lane,
                                threadgroup float* scratch, device Y* y, const device B* bias) {
   float sums[ROWS * COLUMNS] = {0};
   sum_panel<ROWS, COLUMNS>(x, m, w.from(panel), part, parts, lane, sums);
-  store_panel<ROWS, COLUMNS, HAS_BIAS>(sums, scratch, y, bias, m, w.n, panel, part, parts, lane);
+  store_panel<ROWS, COLUMNS, HAS_BIAS, GATE>(sums, scratch, y, bias, m, w.n, panel, part, parts, lane);
 }
 
 }  // namespace billfish

@@ -26,7 +26,7 @@ from billfish.models import ARCHITECTURES, Architecture, of_config, of_gguf
 from billfish.models import UnknownModel as UnknownModel
 from billfish.models.architecture import EMBEDDING as EMBEDDING
 from billfish.models.architecture import HEAD as HEAD
-from billfish.models.architecture import IMAGES, LAYER, TOP, Field
+from billfish.models.architecture import IMAGES, LAYER, TEXT_PREFIXES, TOP, Field
 from billfish.models.difference import Order
 from billfish.models.fields import Fields
 from billfish.models.rope import FACTOR_TENSORS
@@ -172,6 +172,7 @@ def model_name(name: str, architecture: str = "") -> str | None:
 def gguf_name(name: str, architecture: str = "") -> str | None:
     """The name in GGUF of a tensor of transformers, with experts as stacks; None if it has none. Architectures as in
     :func:`model_name`."""
+    name = _text_name(name)
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     if layer is None:
         module, _, kind = name.rpartition(".")
@@ -184,6 +185,21 @@ def gguf_name(name: str, architecture: str = "") -> str | None:
     module, _, kind = layer[2].rpartition(".")
     known = _gguf_modules(architecture).get(_one_spelling(module))
     return known and f"blk.{layer[1]}.{known}.{kind}"
+
+
+def module_name(name: str, architecture: str) -> str:
+    """The name in a folder of a matrix under any of its names, in one spelling. Several matrices of GGUF may have the
+    same: a folder has them as one."""
+    known = model_name(name, architecture) if is_gguf_name(name) else None
+    return _one_spelling(_text_name(known or name))
+
+
+def is_part(name: str, architecture: str) -> bool:
+    """Whether a folder has several matrices of GGUF as one, and `name` is one of them or that one."""
+    layer = re.fullmatch(r"model\.layers\.\d+\.(.+)\.weight", module_name(name, architecture))
+    if not architecture or layer is None:
+        return False
+    return [_one_spelling(module) for module in _modules(architecture).values()].count(layer[1]) > 1
 
 
 @functools.cache
@@ -248,13 +264,19 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, dict):
         return config
-    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    return {**text, "tie_word_embeddings": tied}
+    whole = {name: config[name] for name in ("tie_word_embeddings",) if config.get(name) is not None}
+    return {**text, **whole}
 
 
 def is_of_images(name: str) -> bool:
-    """Whether a tensor of a folder is of a part that sees images, which GGUF has a file of its own for."""
+    """Whether a tensor of a folder is of a part for images or sound, which GGUF has a file of its own for."""
     return name.startswith(IMAGES)
+
+
+def _text_name(name: str) -> str:
+    """The name that a tensor of the language model has in folders without other parts."""
+    prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), None)
+    return name if prefix is None else TEXT_PREFIXES[prefix] + name.removeprefix(prefix)
 
 
 def _text_only(checkpoint: Checkpoint, prefixes: Mapping[str, str]) -> Checkpoint:

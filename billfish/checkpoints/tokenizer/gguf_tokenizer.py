@@ -7,13 +7,17 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from billfish.checkpoints.tokenizer.pre_tokenizers import CUTS, pre_tokenizer
+from billfish.checkpoints.tokenizer.ends import end_tokens
+from billfish.checkpoints.tokenizer.gguf_extras import FLAGS, Extras, read_extras
+from billfish.checkpoints.tokenizer.pre_tokenizers import CUTS, Cut, pre_tokenizer
 from billfish.checkpoints.tokenizer.tokenizer import (
     BYTE,
     CALL,
     CONTROL,
     NORMAL,
+    UNUSED,
     USER_DEFINED,
+    NoTokenizer,
     Tokenizer,
     library_errors,
 )
@@ -21,41 +25,67 @@ from billfish.core.errors import ModelError, bad_argument, failure, readable
 from billfish.core.extras import require
 
 MAX_MERGES = 1 << 24  # characters of all merges together
+NONE = ("none", "no_vocab")  # llama.cpp's words for no tokenizer
+# Tokens that end an answer: of a text, a turn, a message, or of what was filled into a text.
+END_FIELDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # What a token is for: our word, and GGUF's.
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "eot": "eot", "eom": "eom"}
+
+
+def problem_of(metadata: Mapping[str, Any]) -> str:
+    """Why a file has no tokenizer; "" if it has one."""
+    if metadata.get("tokenizer.ggml.model") in (None, *NONE):
+        return "the GGUF file has no tokenizer (tokenizer.ggml.model)"
+    return ""
 
 
 def check_fields(metadata: Mapping[str, Any]) -> tuple[str, str]:
     """The kind of a file's tokenizer, and how it cuts; raises ModelError for others than ours."""
     model, pre = metadata.get("tokenizer.ggml.model"), str(metadata.get("tokenizer.ggml.pre", "default"))
-    if model != "llama" and (model != "gpt2" or pre not in CUTS):
-        if model is None:
-            raise ModelError(failure(CALL, "the GGUF file has no tokenizer (tokenizer.ggml.model)"))
+    if problem := problem_of(metadata):
+        raise ModelError(failure(CALL, problem))
+    if model not in ("llama", "gemma4") and (model != "gpt2" or pre not in CUTS):
         found = f"{model!r} with the pre-tokenizer {pre!r}"
-        expected = f"'llama', or 'gpt2' with one of the pre-tokenizers {', '.join(CUTS)}"
+        expected = f"'llama', 'gemma4', or 'gpt2' with one of the pre-tokenizers {', '.join(CUTS)}"
         raise ModelError(bad_argument(CALL, "tokenizer.ggml.model", found, expected))
-    return model, pre
+    return str(model), pre
 
 
 def read_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of a GGUF file; raises ModelError if it is of a kind that we do not know."""
     model, pre = check_fields(metadata)
     pieces, kinds = _pieces(metadata)
-    roles = _roles(metadata, len(pieces))
-    with_bos = model == "llama" or pre in ("llama-bpe", "llama3", "tekken")
-    with_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", with_bos)) and "bos" in roles
+    roles, extras = _roles(metadata, len(pieces)), read_extras(metadata, len(pieces))
+    with_bos = model != "gpt2" or CUTS[pre].starts_with_bos
+    if model != "gemma4":  # whose published files say that there is none, which is wrong
+        with_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", with_bos))
+    with_bos = with_bos and "bos" in roles
     with library_errors("the tokenizer of the GGUF file is damaged"):
+        vocabulary = _vocabulary(pieces, kinds)
         if model == "gpt2":
-            encoder = _byte_level(pieces, metadata["tokenizer.ggml.merges"], pre)
+            encoder = _byte_level(vocabulary, metadata["tokenizer.ggml.merges"], CUTS[pre], extras)
+            encoder.pre_tokenizer = pre_tokenizer(pre)
         else:
-            space_first = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-            encoder = _sentencepiece(pieces, metadata["tokenizer.ggml.scores"], space_first)
-        added = require("tokenizers", "llm").AddedToken
-        whole = [i for i, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED)]
-        encoder.add_tokens([added(pieces[i], special=kinds[i] == CONTROL, normalized=False) for i in whole])
+            spaced = bool(metadata.get("tokenizer.ggml.add_space_prefix", model == "llama"))
+            scores = metadata["tokenizer.ggml.scores"] if model == "llama" else ()
+            pairs = merges_of(vocabulary, scores) if model == "llama" else _pairs(metadata["tokenizer.ggml.merges"])
+            encoder = _sentencepiece(vocabulary, pieces[0], pairs, spaced)
+        encoder.add_tokens(_added(metadata, pieces, kinds, extras))
         if with_bos:
             _start_with(encoder, pieces[roles["bos"]], roles["bos"])
-    return Tokenizer(encoder, pieces, kinds, roles, byte_level=model == "gpt2", starts_with_bos=with_bos)
+    named, template = _named_ends(metadata, len(pieces)), metadata.get("tokenizer.chat_template")
+    ends = end_tokens(pieces, kinds, named, template) if extras.ends is None else frozenset(extras.ends)
+    byte_level = model == "gpt2"
+    return Tokenizer(encoder, pieces, kinds, roles, byte_level=byte_level, starts_with_bos=with_bos, ends=ends)
+
+
+def without_tokenizer(metadata: Mapping[str, Any], vocabulary: int) -> NoTokenizer:
+    """In the place of the tokenizer that a file does not have. vocabulary: rows of its embedding."""
+    return NoTokenizer(problem_of(metadata), _named_ends(metadata, vocabulary))
+
+
+def _named_ends(metadata: Mapping[str, Any], size: int) -> list[int]:
+    return [_token(metadata, name, size) for name in END_FIELDS if f"tokenizer.ggml.{name}_token_id" in metadata]
 
 
 def _pieces(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
@@ -75,36 +105,68 @@ def _pieces(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     return pieces, kinds
 
 
+def _vocabulary(pieces: list[str], kinds: list[int]) -> dict[str, int]:
+    """What the library looks pieces up in: without those that only fill up the embedding, which no text stands for."""
+    if UNUSED not in kinds:
+        return dict(zip(pieces, range(len(pieces)), strict=True))
+    both = zip(pieces, kinds, strict=True)
+    return {piece: i for i, (piece, kind) in enumerate(both) if kind != UNUSED or not piece.startswith("[PAD")}
+
+
 def _roles(metadata: Mapping[str, Any], size: int) -> dict[str, int]:
-    roles = {}
-    for role, name in ROLES.items():
-        token = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if token is not None and (not isinstance(token, int) or not 0 <= token < size):
-            expected = f"0 to {size - 1}"
-            raise ModelError(bad_argument(CALL, f"tokenizer.ggml.{name}_token_id", repr(token), expected))
-        if token is not None:
-            roles[role] = token
-    return roles
+    named = {role: name for role, name in ROLES.items() if f"tokenizer.ggml.{name}_token_id" in metadata}
+    return {role: _token(metadata, name, size) for role, name in named.items()}
 
 
-def _byte_level(pieces: list[str], merges: list[str], cut: str) -> Any:
+def _token(metadata: Mapping[str, Any], name: str, size: int) -> int:
+    field = f"tokenizer.ggml.{name}_token_id"
+    token = metadata[field]
+    if not isinstance(token, int) or not 0 <= token < size:
+        raise ModelError(bad_argument(CALL, field, repr(token), f"0 to {size - 1}"))
+    return token
+
+
+def _added(metadata: Mapping[str, Any], pieces: list[str], kinds: list[int], extras: Extras) -> list[Any]:
+    """The tokens that are found in a text as they are, before it is cut."""
+    added, flags = require("tokenizers", "llm").AddedToken, extras.flags
+    if flags is None:
+        flags = {"rstrip": _takes_spaces(metadata, pieces, kinds)}
+    chosen = {flag: set(flags.get(flag, ())) for flag in FLAGS}
+    return [
+        added(pieces[i], special=kind == CONTROL, **{flag: i in tokens for flag, tokens in chosen.items()})
+        for i, kind in enumerate(kinds)
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+
+
+def _takes_spaces(metadata: Mapping[str, Any], pieces: list[str], kinds: list[int]) -> list[int]:
+    """Control tokens behind which spaces count for nothing: those of Phi 3's chats, as in llama.cpp."""
+    if (metadata.get("general.architecture"), metadata.get("tokenizer.ggml.model")) != ("phi3", "llama"):
+        return []
+    others = ("<unk>", "<s>", "<|endoftext|>")
+    return [i for i, kind in enumerate(kinds) if kind == CONTROL and pieces[i] not in others]
+
+
+def _byte_level(vocabulary: dict[str, int], merges: list[str], cut: Cut, extras: Extras) -> Any:
     tokenizers = require("tokenizers", "llm")
-    vocabulary = dict(zip(pieces, range(len(pieces)), strict=True))
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    # Llama 3 and Qwen have pieces that no merges lead to: a word that is one is taken whole.
-    model = tokenizers.models.BPE(vocabulary, pairs, ignore_merges=CUTS[cut][1] is not None)
-    encoder = tokenizers.Tokenizer(model)
-    encoder.pre_tokenizer = pre_tokenizer(cut)
+    ignore = cut.ignore_merges if extras.ignore_merges is None else bool(extras.ignore_merges)
+    encoder = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, _pairs(merges), ignore_merges=ignore))
+    if cut.nfc if extras.nfc is None else extras.nfc:
+        encoder.normalizer = tokenizers.normalizers.NFC()
     encoder.decoder = tokenizers.decoders.ByteLevel()
     return encoder
 
 
-def _sentencepiece(pieces: list[str], scores: Any, space_first: bool) -> Any:
+def _pairs(merges: list[str]) -> list[tuple[str, str]]:
+    """Merges as the library has them. A piece may begin with a space."""
+    cuts = [merge.index(" ", 1) for merge in merges]
+    return [(merge[:cut], merge[cut + 1 :]) for merge, cut in zip(merges, cuts, strict=True)]
+
+
+def _sentencepiece(vocabulary: dict[str, int], first: str, pairs: list[tuple[str, str]], space_first: bool) -> Any:
     tokenizers = require("tokenizers", "llm")
     normalizers, steps = tokenizers.normalizers, tokenizers.decoders
-    vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    unknown = pieces[0] if "<unk>" not in vocabulary else "<unk>"
-    pairs = merges_of(pieces, scores)
+    unknown = first if "<unk>" not in vocabulary else "<unk>"
     model = tokenizers.models.BPE(vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     encoder = tokenizers.Tokenizer(model)
     before = [normalizers.Prepend("▁")] if space_first else []
@@ -114,12 +176,12 @@ def _sentencepiece(pieces: list[str], scores: Any, space_first: bool) -> Any:
     return encoder
 
 
-def merges_of(pieces: list[str], scores: Any) -> list[tuple[str, str]]:
+def merges_of(vocabulary: dict[str, int], scores: Any) -> list[tuple[str, str]]:
     """All pairs of pieces that make a piece, those of the best score first: SentencePiece's merges.
 
-    Work and memory are linear in the length of all pieces, and in that of all pairs.
+    vocabulary: tokens by their pieces. scores: of tokens. Work and memory are linear in the length of all pieces, and
+    in that of all pairs.
     """
-    vocabulary = {piece: i for i, piece in enumerate(pieces)}
     beginnings = _lengths_inside(vocabulary)
     backwards = _lengths_inside({piece[::-1]: i for piece, i in vocabulary.items()})
     ranked, size = [], 0
@@ -132,6 +194,7 @@ def merges_of(pieces: list[str], scores: Any) -> list[tuple[str, str]]:
         if size > MAX_MERGES:
             raise ValueError(f"tokens that merge in too many ways, such as {readable(piece)!r}")
     ranked.sort()
+    pieces = {i: piece for piece, i in vocabulary.items()}
     return [(pieces[left], pieces[right]) for _, _, left, right in ranked]
 
 

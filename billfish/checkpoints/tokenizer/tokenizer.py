@@ -11,18 +11,15 @@ import codecs
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from billfish.core.errors import BillfishError, ModelError, failure
 
 CALL = "llm.load"
 # Kinds of tokens, GGUF's numbers.
 NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6
+WITHOUT_TOKENIZER = "Without a tokenizer the model takes and gives token ids alone."
 TOKEN_COST = 500  # bytes of memory for all that is known about one token
-# Names of control tokens that end an answer, beside the tokens that the model's files name.
-ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>", "<|end|>")
-# gpt-oss's harmony format: <|end|> closes a message, such as the chain of thought, and others follow it.
-HARMONY, HARMONY_ENDS, MESSAGE_END = {"<|return|>", "<|channel|>"}, {"<|return|>", "<|call|>"}, "<|end|>"
 
 
 @contextmanager
@@ -63,19 +60,17 @@ class Tokenizer:
         starts_with_bos: bool,
         ends: Iterable[int] = (),
     ) -> None:
-        """encoder: a Tokenizer of the library `tokenizers`. ends: more than the roles and the names of pieces tell."""
+        """encoder: a Tokenizer of the library `tokenizers`. ends: from :mod:`billfish.checkpoints.tokenizer.ends`."""
         self.encoder, self.pieces, self.kinds, self.roles = encoder, pieces, kinds, dict(roles)
         self.byte_level = byte_level
         self.bos = roles.get("bos")
         self.starts_with_bos = starts_with_bos and self.bos is not None
-        self.ends = {roles[role] for role in ("eos", "eot", "eom") if role in roles} | set(ends)
-        control = [(i, pieces[i]) for i, kind in enumerate(kinds) if kind == CONTROL]
-        self.ends |= {token for token, piece in control if piece in ENDS}
-        if {piece for _, piece in control} >= HARMONY:
-            self.ends |= {token for token, piece in control if piece in HARMONY_ENDS}
-            self.ends -= {token for token, piece in control if piece == MESSAGE_END}
+        self.ends = frozenset(ends)
         self._bytes = byte_characters() if byte_level else {}
         self._turn = threading.Lock()  # the encoder has one setting for all threads
+
+    def check(self, call: str) -> None:
+        """Raise ModelError where a model has no tokenizer. call: the name that the error begins with."""
 
     def encode(self, text: str, *, special: bool = True, start: bool = True) -> list[int]:
         """Token ids of `text`. special: control tokens written in the text count as such. start: begin with the
@@ -94,10 +89,10 @@ class Tokenizer:
             return b""
         if kind == BYTE:
             return bytes([int(piece[1:-1], 16)])  # <0x0A>
-        if kind == USER_DEFINED:
-            return piece.encode()
         if not self.byte_level:
             return piece.replace("▁", " ").encode()
+        if kind == USER_DEFINED:
+            return piece.encode()
         return b"".join(bytes([self._bytes[c]]) if c in self._bytes else c.encode() for c in piece)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -110,3 +105,25 @@ class Tokenizer:
         for token in tokens:
             yield decoder.decode(self.piece_bytes(token))
         yield decoder.decode(b"", final=True)
+
+
+class NoTokenizer(Tokenizer):
+    """In the place of a tokenizer that a model does not have. The model works on token ids, whose text is empty. What
+    needs text raises ModelError."""
+
+    def __init__(self, problem: str, ends: Iterable[int]) -> None:
+        """problem: what is missing."""
+        super().__init__(None, [], [], {}, byte_level=False, starts_with_bos=False, ends=ends)
+        self.problem = problem
+
+    def check(self, call: str) -> NoReturn:
+        raise ModelError(failure(call, self.problem, WITHOUT_TOKENIZER))
+
+    def encode(self, text: str, *, special: bool = True, start: bool = True) -> list[int]:
+        self.check("llm.tokenize")
+
+    def piece_bytes(self, token: int) -> bytes:
+        return b""
+
+    def stream(self, tokens: Iterable[int]) -> Iterator[str]:
+        self.check("llm.detokenize")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from billfish.checkpoints.tokenizer.ends import end_tokens
 from billfish.checkpoints.tokenizer.tokenizer import (
     BYTE,
     CALL,
@@ -15,6 +16,7 @@ from billfish.checkpoints.tokenizer.tokenizer import (
     NORMAL,
     UNUSED,
     USER_DEFINED,
+    NoTokenizer,
     Tokenizer,
     library_errors,
 )
@@ -24,15 +26,20 @@ from billfish.core.files import read_json, read_whole
 
 MAX_GAP = 10_000  # numbers of tokens that neither a piece nor a row of the embedding has
 ROLES = ("bos", "eos", "unk", "pad")
+MAKE_ONE = "Make one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
 
 
-def check_files(folder: Path) -> None:
-    """Raises unless there is a tokenizer.json."""
-    if not (folder / "tokenizer.json").is_file():
-        others = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
-        problem = f"{folder} has no tokenizer.json{f', only {others[0]}' if others else ''}"
-        fix = "Make one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
-        raise ModelError(failure(CALL, problem, fix))
+def problem_of(folder: Path) -> str:
+    """Why a folder has no tokenizer; "" if it has one."""
+    if (folder / "tokenizer.json").is_file():
+        return ""
+    others = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
+    return f"{folder} has no tokenizer.json{f', only {others[0]}' if others else ''}"
+
+
+def without_tokenizer(folder: Path, vocabulary: int) -> NoTokenizer:
+    """In the place of the tokenizer that a folder does not have. vocabulary: rows of its embedding."""
+    return NoTokenizer(f"{problem_of(folder)}. {MAKE_ONE}", _named_ends(folder, vocabulary))
 
 
 def read_folder(folder: Path, vocabulary: int) -> Tokenizer:
@@ -40,7 +47,8 @@ def read_folder(folder: Path, vocabulary: int) -> Tokenizer:
 
     vocabulary: rows of the embedding. Those that no token uses get names such as "[PAD7]".
     """
-    check_files(folder)
+    if problem := problem_of(folder):
+        raise ModelError(failure(CALL, problem, MAKE_ONE))
     encoder = _encoder(folder / "tokenizer.json")
     byte_level = _is_byte_level(encoder, folder)
     known: dict[str, int] = encoder.get_vocab(with_added_tokens=True)
@@ -57,14 +65,28 @@ def read_folder(folder: Path, vocabulary: int) -> Tokenizer:
         if not added.special and not byte_level:
             pieces[token] = pieces[token].replace("▁", " ")  # GGUF has the text that such a token stands for
     about = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
-    config, generation = read_json(folder / "config.json"), read_json(folder / "generation_config.json")
-    roles = _roles(about, config, known, size)
-    ends = [token for settings in (config, generation) for token in _tokens(settings.get("eos_token_id"), size)]
+    roles = _roles(about, _config(folder), known, size)
+    named = [*_named_ends(folder, size), *(token for role, token in roles.items() if role == "eos")]
+    ends = end_tokens(pieces, kinds, named, chat_template(folder))
     starts = about.get("add_bos_token")
     if not isinstance(starts, bool):
         with library_errors(f"{folder / 'tokenizer.json'} cannot encode text"):
             starts = encoder.encode("", add_special_tokens=True).ids[:1] == [roles.get("bos")]
     return Tokenizer(encoder, pieces, kinds, roles, byte_level=byte_level, starts_with_bos=starts, ends=ends)
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    """Of the language model, in folders of models that take images, too."""
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    whole = {name: value for name, value in config.items() if value is not None}
+    return {**text, **whole} if isinstance(text, dict) else config
+
+
+def _named_ends(folder: Path, size: int) -> list[int]:
+    """The end tokens that config.json and generation_config.json name."""
+    files = (_config(folder), read_json(folder / "generation_config.json"))
+    return [token for settings in files for token in _tokens(settings.get("eos_token_id"), size)]
 
 
 def _encoder(path: Path) -> Any:

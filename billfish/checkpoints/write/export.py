@@ -45,6 +45,7 @@ from billfish.checkpoints.names.gguf_names import (
 )
 from billfish.checkpoints.reports import ConversionReport, Done, Remark, Written
 from billfish.checkpoints.safetensors_files import TYPES
+from billfish.checkpoints.tokenizer.gguf_tokenizer import problem_of
 from billfish.checkpoints.write.plan import Plan, Settings, plan, refuse
 from billfish.checkpoints.write.resumable_writer import Identity, Output, check_free, identity, is_current, write
 from billfish.checkpoints.write.target import (
@@ -55,7 +56,7 @@ from billfish.checkpoints.write.target import (
     safetensors_file,
     safetensors_files,
 )
-from billfish.checkpoints.write.tokenizer_files import tokenizer_fields, tokenizer_files
+from billfish.checkpoints.write.tokenizer_files import fields_without_tokenizer, tokenizer_fields, tokenizer_files
 from billfish.core.errors import BackendUnavailable, CheckpointError, ModelError, failure, readable
 from billfish.core.files import read_whole
 from billfish.core.progress import OnProgress
@@ -136,7 +137,9 @@ def _planned(call: str, checkpoint: Checkpoint, settings: Settings) -> tuple[Che
         named = _named_for_gguf(call, checkpoint, settings)
         left = [name for name in checkpoint if is_of_images(name) and name not in named]
         planned = plan(named, settings)
-        planned.notes += [Remark(name, "left out: of images, for which llama.cpp has another file") for name in left]
+        planned.notes += [
+            Remark(name, "left out: of images or sound, for which llama.cpp has another file") for name in left
+        ]
         return named, planned
     checkpoint = ARRANGED[settings.target.expert_names](_for_folders(checkpoint))
     return checkpoint, plan(checkpoint, settings)
@@ -264,7 +267,7 @@ def _config(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, Any]:
 
 def _tokenizer(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]:
     """The tokenizer that a GGUF file holds, in files of its own."""
-    if not is_gguf(checkpoint) or "tokenizer.ggml.model" not in checkpoint.metadata:
+    if not is_gguf(checkpoint) or problem_of(checkpoint.metadata):
         return {}
     try:
         return tokenizer_files(checkpoint.metadata)
@@ -281,11 +284,12 @@ def _tokenizer_fields(checkpoint: Checkpoint, raw_names: bool, notes: list[Remar
         return {}
     files = [name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
     if not files:
-        return {}
+        return typed(fields_without_tokenizer(folder, checkpoint.describe(EMBEDDING).shape[0]))
     try:
         for name in _foreign(TOKENIZER, folder):
             raise ModelError(failure("convert", f"{name} is {LINK}", "Copy the file into the folder."))
-        return typed(tokenizer_fields(folder, checkpoint.describe(EMBEDDING).shape[0]))
+        architecture, *_ = checkpoint.metadata.get("general.architecture", ("",))
+        return typed(tokenizer_fields(folder, checkpoint.describe(EMBEDDING).shape[0], architecture))
     except (ModelError, BackendUnavailable) as error:
         if not raw_names:
             without = "--raw-names (raw_names=True) writes a file without a tokenizer, which only bf.load reads."

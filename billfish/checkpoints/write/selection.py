@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.mixes import Mix
-from billfish.checkpoints.names.gguf_names import text_config
+from billfish.checkpoints.names.gguf_names import is_of_images, text_config
 from billfish.checkpoints.write.target import is_sensitive
 from billfish.core.errors import CheckpointError, failure
 from billfish.core.format import Format
@@ -75,6 +75,8 @@ class Quantization:
             return f"kept by the rule '{rule.pattern.pattern}'" if rule.format is None else ""
         if not self.is_wanted(name, origin):
             return "not matched by `only`"
+        if not self.only and is_of_images(origin):
+            return "of images or sound; `keep` or `only` chooses a format"
         if is_sensitive(name):
             return "not quantized by default (embeddings, LM head, norms, routers); --keep REGEX=FORMAT quantizes them"
         if len(shape) == 3 and EXPERTS.search(name):

@@ -28,7 +28,7 @@ ExpertNames = Literal["as they are", "one by one", "mlx stacks", "transformers s
 # Embeddings, the LM head, norms, convolutions and routers: usually not quantized.
 SENSITIVE = (
     r"(^|\.)(lm_head|output|\w*embe?d\w*|wte|wpe|token_types|\w*norm\w*"
-    r"|router|router\.layer|gate|shared_expert_gate|ffn_gate_inp|ffn_gate_inp_shexp"
+    r"|router|router\.layer|router\.proj|gate|shared_expert_gate|ffn_gate_inp|ffn_gate_inp_shexp"
     r"|ssm_conv1d|shortconv\.conv)(\.weight)?$"
 )
 

@@ -8,19 +8,23 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from billfish.checkpoints.tokenizer.gguf_tokenizer import ROLES, merges_of, read_metadata
+from billfish.checkpoints.tokenizer.ends import TEXT_ENDS, TURN_ENDS
+from billfish.checkpoints.tokenizer.gguf_extras import FIELD, FLAGS, Extras
+from billfish.checkpoints.tokenizer.gguf_tokenizer import NONE, ROLES, merges_of, read_metadata
 from billfish.checkpoints.tokenizer.pre_tokenizers import cut_of
-from billfish.checkpoints.tokenizer.tokenizer import ENDS, NORMAL, Tokenizer
-from billfish.checkpoints.tokenizer.tokenizer_json import chat_template, read_folder
+from billfish.checkpoints.tokenizer.tokenizer import NORMAL, UNUSED, Tokenizer
+from billfish.checkpoints.tokenizer.tokenizer_json import chat_template, read_folder, without_tokenizer
 from billfish.checkpoints.write.target import json_bytes
 from billfish.core.errors import ModelError, bad_argument, failure
 
 CALL = "convert"
+KNOWN_ENDS = {*TEXT_ENDS, *TURN_ENDS}  # by their text
 FILE_ROLES = ("bos", "eos", "unk", "pad")  # those that tokenizer_config.json has a place for
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
-    """tokenizer.json and tokenizer_config.json; raises ModelError for a kind of tokenizer that we do not know."""
+    """tokenizer.json, tokenizer_config.json, and generation_config.json with all end tokens. Raises ModelError for a
+    kind of tokenizer that we do not know."""
     tokenizer = read_metadata(metadata)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config["add_bos_token"] = tokenizer.starts_with_bos
@@ -32,12 +36,21 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     if "tokenizer.chat_template" in metadata:
         config["chat_template"] = metadata["tokenizer.chat_template"]
     whole = tokenizer.encoder.to_str(pretty=True)
-    return {"tokenizer.json": whole.encode(), "tokenizer_config.json": json_bytes(config)}
+    named = {f"{role}_token_id": roles[role] for role in ("bos", "pad") if role in roles}
+    generation = named | {"eos_token_id": sorted(tokenizer.ends)}
+    return {
+        "tokenizer.json": whole.encode(),
+        "tokenizer_config.json": json_bytes(config),
+        "generation_config.json": json_bytes(generation),
+    }
 
 
-def tokenizer_fields(folder: Path, vocabulary: int) -> dict[str, Any]:
+def tokenizer_fields(folder: Path, vocabulary: int, architecture: str = "") -> dict[str, Any]:
     """GGUF's fields for the tokenizer of a folder, whose embedding has `vocabulary` rows. Raises ModelError for a
-    tokenizer that GGUF has no words for: with one that is nearly right, a model would be nearly right."""
+    tokenizer that GGUF has no words for: with one that is nearly right, a model would be nearly right.
+
+    architecture: GGUF's name of it, for what llama.cpp does for some of them alone.
+    """
     tokenizer = read_folder(folder, vocabulary)
     if len(tokenizer.pieces) > vocabulary:
         problem = f"tokenizer.json has {len(tokenizer.pieces)} tokens, and the embedding has {vocabulary} rows"
@@ -45,30 +58,88 @@ def tokenizer_fields(folder: Path, vocabulary: int) -> dict[str, Any]:
     about = json.loads(tokenizer.encoder.to_str())
     if about["model"].get("type") != "BPE":
         raise ModelError(bad_argument(CALL, "model type of tokenizer.json", about["model"].get("type"), "BPE"))
-    fields = _byte_level(tokenizer, about) if tokenizer.byte_level else _sentencepiece(tokenizer, about)
-    fields |= {"tokens": list(tokenizer.pieces), "token_type": list(tokenizer.kinds)}
-    fields |= {f"{ROLES[role]}_token_id": token for role, token in tokenizer.roles.items()}
-    others = sorted(end for end in tokenizer.ends - {tokenizer.roles.get("eos")} if tokenizer.pieces[end] not in ENDS)
-    fields |= {f"{role}_token_id": end for role, end in zip(("eot", "eom"), others, strict=False)}
-    fields["add_bos_token"] = tokenizer.starts_with_bos
+    own = {"tokens": list(tokenizer.pieces), "token_type": list(tokenizer.kinds)}
+    if tokenizer.byte_level:
+        own |= _byte_level(tokenizer, about, architecture)
+    else:
+        own |= (_merged if architecture == "gemma4" else _sentencepiece)(tokenizer, about)
+    own |= {f"{ROLES[role]}_token_id": token for role, token in tokenizer.roles.items()}
+    known = (tokenizer.roles.get("eos"), *(i for i, piece in enumerate(tokenizer.pieces) if piece in KNOWN_ENDS))
+    others = sorted(tokenizer.ends.difference(known))
+    own |= {f"{role}_token_id": end for role, end in zip(("eot", "eom"), others, strict=False)}
+    own["add_bos_token"] = tokenizer.starts_with_bos
     template = chat_template(folder)
-    named = {} if template is None else {"tokenizer.chat_template": template}
-    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()} | named
+    fields = {f"tokenizer.ggml.{name}": value for name, value in own.items()}
+    fields |= {} if template is None else {"tokenizer.chat_template": template}
+    extras = _extras(tokenizer, read_metadata({"general.architecture": architecture, **fields})).text()
+    return fields | ({FIELD: extras} if extras else {})
 
 
-def _byte_level(tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[str, Any]:
-    if _parts(about, "normalizer") not in ([], [{"type": "NFC"}]):  # Qwen has NFC, which llama.cpp leaves out
+def fields_without_tokenizer(folder: Path, vocabulary: int) -> dict[str, Any]:
+    """GGUF's fields for a folder that has no tokenizer: llama.cpp takes such a file for token ids alone."""
+    ends = sorted(without_tokenizer(folder, vocabulary).ends)
+    named = {f"tokenizer.ggml.{role}_token_id": end for role, end in zip(("eos", "eot", "eom"), ends, strict=False)}
+    return {"tokenizer.ggml.model": NONE[0], **named}
+
+
+def _extras(tokenizer: Tokenizer, read_back: Tokenizer) -> Extras:
+    """What a tokenizer has otherwise than the one that is read from its fields."""
+    ignores, nfc, flags = _ignores_merges(tokenizer), _is_nfc(tokenizer), _flags(tokenizer)
+    return Extras(
+        ignore_merges=None if ignores == _ignores_merges(read_back) else ignores,
+        nfc=None if nfc == _is_nfc(read_back) else nfc,
+        flags=None if flags == _flags(read_back) else flags,
+        ends=None if tokenizer.ends == read_back.ends else sorted(tokenizer.ends),
+    )
+
+
+def _ignores_merges(tokenizer: Tokenizer) -> bool:
+    return bool(tokenizer.encoder.model.ignore_merges)
+
+
+def _is_nfc(tokenizer: Tokenizer) -> bool:
+    return '"NFC"' in json.dumps(_parts(json.loads(tokenizer.encoder.to_str()), "normalizer"))
+
+
+def _flags(tokenizer: Tokenizer) -> dict[str, list[int]]:
+    added = sorted(tokenizer.encoder.get_added_tokens_decoder().items())
+    return {flag: [token for token, about in added if getattr(about, flag)] for flag in FLAGS}
+
+
+def _byte_level(tokenizer: Tokenizer, about: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    if _parts(about, "normalizer") not in ([], [{"type": "NFC"}]):
         raise _unknown(about, "normalizer", "none, or NFC")
-    merges = [" ".join(pair) for pair in about["model"]["merges"]]
-    return {"model": "gpt2", "pre": cut_of(tokenizer.encoder.pre_tokenizer), "merges": merges}
+    ignores = bool(about["model"].get("ignore_merges"))
+    pre = cut_of(tokenizer.encoder.pre_tokenizer, ignore_merges=ignores, architecture=architecture)
+    return {"model": "gpt2", "pre": pre, "merges": _joined(about)}
+
+
+def _joined(about: Mapping[str, Any]) -> list[str]:
+    return [" ".join(pair) for pair in about["model"]["merges"]]
+
+
+def _merged(tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[str, Any]:
+    """SentencePiece's pieces with merges instead of scores: what llama.cpp calls "gemma4"."""
+    _check_fallback(about)
+    pieces = list(tokenizer.pieces)  # which have spaces in some, where tokenizer.json and its merges have "▁"
+    for piece, token in about["model"]["vocab"].items():
+        pieces[token] = piece
+    for added in about["added_tokens"]:
+        pieces[added["id"]] = added["content"]
+    spaced = _space_first(about)
+    return {"model": "gemma4", "tokens": pieces, "merges": _joined(about), "add_space_prefix": spaced}
+
+
+def _check_fallback(about: Mapping[str, Any]) -> None:
+    if not about["model"].get("byte_fallback"):
+        raise ModelError(failure(CALL, "tokenizer.json has neither byte-level BPE nor byte_fallback"))
 
 
 def _sentencepiece(tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[str, Any]:
     """Scores instead of merges: the earlier a merge, the better the piece that it makes. The scores must lead back to
     the same merges."""
     model = about["model"]
-    if not model.get("byte_fallback"):
-        raise ModelError(failure(CALL, "tokenizer.json has neither byte-level BPE nor byte_fallback"))
+    _check_fallback(about)
     normal, pieces = set[str](), list(tokenizer.pieces)
     for piece, token in model["vocab"].items():
         pieces[token] = piece  # with "▁", where GGUF has a space in some
@@ -77,9 +148,10 @@ def _sentencepiece(tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[str, 
     made = [pair[0] + pair[1] for pair in model["merges"]]
     ranks = {piece: rank for rank, piece in enumerate(dict.fromkeys(made))}
     scores = [-float(ranks.get(piece, len(ranks))) for piece in pieces]
+    used = {piece: token for token, piece in enumerate(pieces) if tokenizer.kinds[token] != UNUSED}
     theirs, ours = (
         [(left, right) for left, right in merges if left + right in normal]  # the others are found as they are
-        for merges in (model["merges"], merges_of(pieces, scores))
+        for merges in (model["merges"], merges_of(used, scores))
     )
     if set(theirs) != set(ours) or _in_turn(theirs) != _in_turn(ours):
         problem = "the merges of tokenizer.json are not those of a SentencePiece model, so GGUF cannot store them"

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from billfish.checkpoints.names.gguf_names import is_of_images
 from billfish.core.errors import DataError, DTypeError, bad_argument, failure, type_of
 from billfish.core.progress import Progress
 from billfish.models import MODEL_TYPES
@@ -54,7 +55,9 @@ def calibrate(model: Any, batches: Iterable[Any], *, hessian: bool = False, prog
             else:
                 model(batch)
             bar.advance(1)
-    kind = str(getattr(getattr(model, "config", None), "model_type", ""))
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", None) or config  # of models that take images, too
+    kind = str(getattr(config, "model_type", ""))
     return Statistics(watch.found(), architecture=MODEL_TYPES.get(kind, kind), shapes=watch.shapes, texts=("batches",))
 
 
@@ -114,13 +117,14 @@ class Watch:
         self._hooks.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
 
     def found(self) -> dict[str, InputStatistics]:
-        """The statistics of all matrices; raises for one that no batch came to."""
+        """The statistics of all matrices; raises for one that no batch came to, unless it is of images or sound."""
         if not self.shapes:
             raise DataError(bad_argument(CALL, "model", type_of(self._model), "a model with Linear layers"))
-        missing = next((name for name in self.shapes if name not in self._sums), None)
+        seen = [name for name in self.shapes if name in self._sums or not is_of_images(name)]
+        missing = next((name for name in seen if name not in self._sums), None)
         if missing is not None:
             raise DataError(failure(CALL, f"no batch reached the layer {missing}", "Pass batches that reach it."))
-        return {name: self._sums[name].finish(name) for name in self.shapes}
+        return {name: self._sums[name].finish(name) for name in seen}
 
     # ---- hooks --------------------------------------------------------------------------------------------------
 

@@ -213,7 +213,7 @@ class MarlinExperts(torch.nn.Module):
         return self._block(x, top_k_index, top_k_weights).reshape(hidden_states.shape)
 
     def _block(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        biases = [stack.bias for stack in self.stacks]
+        biases = [stack.bias_to_add() for stack in self.stacks]
         eager = not torch.compiler.is_compiling() and type(x) is Tensor and not x.is_meta and not is_watched()
         if eager and not any(wants_gradient(x, other) for other in (weights, *biases)):
             stacks = [stack._weights.matrix for stack in self.stacks]

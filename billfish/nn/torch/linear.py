@@ -279,22 +279,16 @@ class MarlinLinear(layer_base.MarlinLinear, QuantizedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_dynamo_compiling():
-            bias, direct = self._added(), self._direct
+            bias, direct = self.bias_to_add(), self._direct
             if direct is not None and self.activations == "exact" and wants_numbers_alone(x, bias):
                 y: Tensor | None = direct(x, bias)
                 if y is not None:
                     return y
         return self._product(autocast(x))
 
-    def _added(self) -> Tensor | None:
-        """The bias. Data parallel wrappers take it out of the parameters while they run."""
-        if "bias" in self._parameters:
-            return self._parameters["bias"]
-        return self.bias
-
     def _product(self, x: Tensor) -> Tensor:
         """y of x's type, whatever autocast says."""
-        weights, bias, order = self._weights, self._added(), self._buffers["order"]
+        weights, bias, order = self._weights, self.bias_to_add(), self._buffers["order"]
         if order is not None:
             x = x.index_select(-1, order)
         eager = not torch.compiler.is_compiling() and type(x) is Tensor and not x.is_meta and not is_watched()

@@ -104,6 +104,16 @@ class QuantizedModule(torch.nn.Module):
             raise DTypeError(failure(type(self).__name__, f"{name} cannot be assigned alone", fix))
         super().__setattr__(name, value)
 
+    def bias_to_add(self) -> Tensor | None:
+        """The bias, for a product.
+
+        Data parallel wrappers put a plain tensor in its place while they run, or take it out of the parameters. FSDP
+        then frees the memory of that tensor, which fails once NumPy has looked at it.
+        """
+        parameters = self._parameters
+        bias: Tensor | None = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401  # slow to get
+        return bias.clone() if type(bias) is Tensor else bias
+
     @property
     def device(self) -> torch.device:
         """Where the weights are."""

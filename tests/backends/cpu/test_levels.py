@@ -113,7 +113,7 @@ def exported(program: str, objects: list[str]) -> list[str]:
 def test_levels_share_no_weak_symbols():
     """The linker keeps one of all weak symbols of a name. Were it that of avx512_vnni, other levels would run it on
     machines that cannot. So what a level exports is in its namespace; see simd/room.h."""
-    if not BUILD.exists():
+    if not any(BUILD.glob("*/CMakeCache.txt")):
         pytest.skip("not compiled in this folder")
     builds = sorted(BUILD.glob("*/level_objects.txt"), key=when_linked)
     assert builds, "these were compiled before CMake wrote that list: compile again"

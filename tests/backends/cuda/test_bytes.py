@@ -9,6 +9,7 @@ from functools import cache
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import first
 from common import options_of
 from cuda_compiled import ADA, H200, case, resources
 from cuda_on_cpu import at, compiled_file
@@ -177,7 +178,7 @@ def test_partners_and_rounding_compile_without_spills(way):
         resources(launch.source, dict(launch.macros), "sm_90a")
 
 
-@pytest.mark.parametrize("kind", [MXFP4, U4B8], ids=["folded", "scaled"])
+@pytest.mark.parametrize("kind", first(1, [MXFP4, U4B8]), ids=["folded", "scaled"])
 def test_parts_of_a_product_compile_without_spills(kind):
     parts = plan_of(kind, "fp8", 1024, 14336).parts
     assert [dict(part.launch.macros)["PARTS"] for part in parts] == ["1", "1"]

@@ -5,7 +5,7 @@ Without an NVIDIA GPU these are skipped; that every kernel compiles, and does no
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,9 +13,15 @@ import numpy as np
 import pytest
 
 import billfish as bf
-from billfish.backends.cuda.decoder import CHOICE, DeviceDecoder, DeviceMatrix, Layer, Shape, captured, sent
+from billfish.backends.cuda.attention import DeviceAttention, HeadSizes, PagePlace, Rotation
+from billfish.backends.cuda.block import DeviceBlock
+from billfish.backends.cuda.decoder import DeviceDecoder, captured
+from billfish.backends.cuda.dense import DeviceDense
 from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import Buffer, check, copy_in, copy_out, current, device, driver
+from billfish.backends.cuda.embedding import DeviceEmbedding, RopeTables
+from billfish.backends.cuda.launcher import DeviceMatrix, sent
+from billfish.backends.cuda.step_memory import CHOICE, Batch
 from billfish.core.errors import BackendUnavailable
 from billfish.llm.sampler import Sampling, choose_token
 
@@ -27,6 +33,37 @@ except BackendUnavailable as error:
 LENGTHS = (3, 130, 64, 65)  # of the prompts
 MORE = 12  # tokens that follow
 PAGES = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model whose layers are alike."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    feed_forward: int
+    vocabulary: int
+    epsilon: float
+    frequencies: tuple[float, ...]
+    adjacent: bool = False
+    gate: str = "silu"
+    head_norms: bool = False
+    embedding_scale: float = 1.0
+
+    @property
+    def sizes(self) -> HeadSizes:
+        return HeadSizes(self.heads, self.kv_heads, self.head_size)
+
+    @property
+    def qkv(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_size
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layers * self.sizes.page_bytes
 
 
 class Weights(NamedTuple):
@@ -70,15 +107,34 @@ class Model:
         ]
         self.embedding, self.head = matrix(s.vocabulary, s.hidden, 8.0), matrix(s.vocabulary, s.hidden)
         self.last_norm = norm(s.hidden)
-        layers = []
-        for w in self.layers:
+        rotation = Rotation(0, len(s.frequencies), len(s.frequencies), s.adjacent)
+        blocks = []
+        for i, w in enumerate(self.layers):
             norms = [None if v is None else sent(v, 0) for v in w[:5]]
             qkv, o, gate_up, down = (DeviceWeights.pack(q, "cpu") for q in w[5:])
-            products = (DeviceMatrix(qkv, norms[4]),), DeviceMatrix(o), (DeviceMatrix(gate_up),), DeviceMatrix(down)
-            layers.append(Layer(norms[0], norms[1], *products, norms[2], norms[3]))
+            attention = DeviceAttention(
+                s.sizes,
+                (DeviceMatrix(qkv, norms[4]),),
+                DeviceMatrix(o),
+                PagePlace(0, i * s.sizes.page_bytes),
+                s.head_size**-0.5,
+                rotation,
+                q_norm=norms[2],
+                k_norm=norms[3],
+            )
+            dense = DeviceDense(s.feed_forward, (DeviceMatrix(gate_up),), DeviceMatrix(down), s.gate)
+            blocks.append(DeviceBlock(attention, dense, norms[0], norms[1]))
         embedding, head = (DeviceWeights.pack(q, "cpu") for q in (self.embedding, self.head))
-        last_norm = sent(self.last_norm, 0)
-        self.decoder = DeviceDecoder(s, layers, embedding, DeviceMatrix(head), last_norm, bfloat16=bfloat16)
+        angles = np.asarray(s.frequencies, np.float64)
+        ropes = RopeTables(len(angles), sent(angles, 0), sent(np.ones_like(angles), 0))
+        self.decoder = DeviceDecoder(
+            blocks,
+            DeviceEmbedding(embedding, ropes, s.embedding_scale),
+            DeviceMatrix(head),
+            sent(self.last_norm, 0),
+            epsilon=s.epsilon,
+            bfloat16=bfloat16,
+        )
 
     def scores(self, tokens: np.ndarray) -> np.ndarray:
         """[tokens, vocabulary], in float64."""
@@ -92,7 +148,7 @@ class Model:
             if s.head_norms:
                 q, k = normalized(q, w.q_norm, s.epsilon), normalized(k, w.k_norm, s.epsilon)
             q, k = (rotated(v, positions[:, None] * frequencies, s.adjacent) for v in (q, k))
-            k, v = np.repeat(k, s.group, axis=1), np.repeat(v, s.group, axis=1)
+            k, v = (np.repeat(each, s.sizes.group, axis=1) for each in (k, v))
             p = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(s.head_size)
             p = np.exp(np.where(positions > positions[:, None], -np.inf, p - p.max(axis=-1, keepdims=True)))
             p /= p.sum(axis=-1, keepdims=True)
@@ -193,7 +249,7 @@ def test_prompts_and_tokens_get_the_oracles_scores(case):
             }
             for name, values in parts.items():
                 copy_in(step.at(name), values.astype(np.int32), stream)
-            decoder.run(stream, step, rows, blocks=len(blocks), scored=count)
+            decoder.run(stream, step, Batch(rows, count, len(blocks)), scored=count)
             check_scores(step, stream, [b - 1 for _, b in spans])
 
         step = decoder.step(count, count, PAGES, count)
@@ -208,7 +264,7 @@ def test_prompts_and_tokens_get_the_oracles_scores(case):
             parts = (8, 4, 2, 1)[i % 4]
 
             def work(stream: int, parts: int = parts) -> None:
-                decoder.run(stream, step, count, scored=count, parts=parts)
+                decoder.run(stream, step, Batch(count, count, parts=parts), scored=count)
                 decoder.choose(stream, step, count)
 
             if i < 4:  # compiles what it takes

@@ -242,7 +242,7 @@ def test_the_second_zero_of_ggml_is_kept():
 
 def test_bricks_of_a_file_have_no_storage(fake):
     packed = bf.backends.cuda.packed.PackedBricks.of(random_tensor(FORMATS["u4b8"]))
-    weights = DeviceWeights.load(packed)
+    weights = DeviceWeights.load(packed, "cpu")  # torch would have memory of a real GPU for it
     backend = BACKENDS["cuda"]
     assert isinstance(backend, CudaBackend)
     assert backend.to_tensors(weights) is None
@@ -284,6 +284,15 @@ def test_more_rows_than_a_grid_has_go_in_parts(fake):
     with current(0):
         assert weights.multiply(0, gemm, 0, 64, 0, 0)
     assert fake.launches == ["gemm_small.cu"] * 3
+
+
+@pytest.mark.parametrize(("more", "row_bytes"), [({}, 32), ({"gate": "silu"}, 16), ({"float_y": True}, 64)])
+def test_parts_of_y_follow_each_other(fake, more, row_bytes):
+    weights = DeviceWeights.pack(bf.quantize(np.ones((16, 64), np.float32), "u4b8"), "cpu")
+    gemm = Gemm(weights.kind, ROWS_AT_ONCE + 5, 16, 64, batch_invariant=True, **more)
+    with current(0):
+        assert weights.multiply(0, gemm, 0, 64, 0, 0)
+    assert [y for *_, y in fake.products] == [0, ROWS_AT_ONCE * row_bytes]
 
 
 @pytest.mark.parametrize(

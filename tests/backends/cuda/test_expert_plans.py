@@ -129,7 +129,7 @@ def test_what_the_h200_runs_compiles_without_spills(tokens):
         resources(launch.source, dict(launch.macros), "sm_90a")
 
 
-@pytest.mark.parametrize("kind", [case(kind, often=i % 5 == 0) for i, kind in enumerate(SAMPLES)])
+@pytest.mark.parametrize("kind", [case(kind, often=i % 10 == 0) for i, kind in enumerate(SAMPLES)])
 def test_every_kind_compiles_without_spills(kind):
     for i, tokens in enumerate((2, 40, 600)):
         routing = ExpertRouting(tokens, 2, 8)
@@ -146,7 +146,7 @@ def test_few_rows_compile_for_other_gpus():
 
 
 def test_a_launch_takes_what_the_kernel_takes():
-    known = {"route": "pppiii", "gather": "pppppiiiiii", "mix": "ppppiii"}
+    known = {"route": "pppiii", "gather": "pppppiiiiii", "mix": "pppppiiii"}
     for name, letters in known.items():
         assert signature(f"{name}.cu", f"marlin_{name}") == letters
     for size in ("small", "large"):
@@ -262,7 +262,7 @@ def test_a_block_is_five_launches(monkeypatch, hopper, tokens):
         up = oracle.random_stack(rng, 4, 32, 256, "q8_0")
         ids, weights = oracle.random_routing(rng, tokens, 2, 4)
         x = rng.standard_normal((tokens, 256)).astype(np.float16)
-        gemm = "gemm_large.cu" if hopper and tokens == 64 else "gemm_small.cu"
+        gemm = "gemm_large.cu" if hopper and tokens > 8 else "gemm_small.cu"
 
         def launches(run: object) -> list[str]:
             run()  # the first call packs

@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 from cuda_on_cpu import at, compiled_file
+from mixture_oracle import ROUTERS
 
 from billfish.backends.cuda.plans import ExpertRouting
 from billfish.core.mixture import open_gate
@@ -15,7 +16,9 @@ from billfish.core.mixture import open_gate
 
 @cache
 def emulated() -> ctypes.CDLL:
-    return compiled_file("experts.cpp", ("device.cuh", "route.cu", "gather.cu", "gate.cu", "mix.cu"))
+    return compiled_file(
+        "experts.cpp", ("device.cuh", "route.cuh", "route.cu", "choose_experts.cuh", "gather.cu", "gate.cu", "mix.cu")
+    )
 
 
 def routed(ids: np.ndarray, experts: int, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -95,10 +98,54 @@ def test_what_experts_gave_is_added_in_order(n):
     ids = rng.integers(0, 4, (5, 3)).astype(np.int32)
     ids[2, 1] = 4
     y = np.zeros((5, n), np.float16)
-    emulated().mix(at(x), at(ids), at(weights), at(y), 5, 4, 3, n)
+    emulated().mix(at(x), at(ids), at(weights), None, at(y), 5, 4, 3, 3, n)
     expected = np.zeros((5, n), np.float32)
     for j in range(3):
         expected += weights[:, j, None] * x[:, j]
     assert np.isnan(y[2]).all()
     others = [0, 1, 3, 4]
     np.testing.assert_allclose(y[others].astype(np.float32), expected[others], rtol=1e-3, atol=1e-6)
+
+
+def test_a_shared_expert_is_added_in_place():
+    rng = np.random.default_rng(0)
+    x, weights = rng.standard_normal((5, 3, 24)).astype(np.float16), rng.random((5, 4)).astype(np.float32)
+    ids, y = np.zeros((5, 3), np.int32), rng.standard_normal((5, 24)).astype(np.float16)
+    expected = np.einsum("tj,tjn->tn", weights[:, :3], x) + weights[:, 3:] * y
+    emulated().mix(at(x), at(ids), at(weights), at(y), at(y), 5, 4, 3, 4, 24)
+    np.testing.assert_allclose(y.astype(np.float32), expected, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("how", ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.parametrize("experts", [8, 40])
+def test_experts_are_chosen_by_their_scores(how, experts):
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((9, experts)).astype(np.float32)
+    logits[0] = 0.5  # of equal scores the first ones
+    logits[1, 3] = -np.inf
+    router = how.made(rng, experts)
+    ids, weights = np.full((9, router.chosen), -1, np.int32), np.zeros((9, router.chosen), np.float32)
+    bias, scale = router.selection_bias, router.expert_scale
+    pointers = (
+        at(logits),
+        None if bias is None else at(bias),
+        None if scale is None else at(scale),
+        at(ids),
+        at(weights),
+    )
+    sizes = 9, experts, router.chosen, router.groups, router.groups_used
+    about = ctypes.c_float(router.scale), int(router.sigmoid), int(router.renormalized)
+    emulated().choose_experts(*pointers, *sizes, *about)
+    expected_ids, expected = router.chosen_of(logits)
+    assert (ids == expected_ids).all()
+    np.testing.assert_allclose(weights, expected, rtol=1e-5)
+
+
+def test_logits_that_are_no_numbers_spoil_weights_and_no_index():
+    logits = np.array([[np.nan] * 6, [1, np.nan, 3, 2, 0, 4]], np.float32)
+    ids, weights = np.full((2, 3), -1, np.int32), np.zeros((2, 3), np.float32)
+    sizes = 2, 6, 3, 1, 1
+    emulated().choose_experts(at(logits), None, None, at(ids), at(weights), *sizes, ctypes.c_float(1), 0, 0)
+    assert ids[0].tolist() == [0, 1, 2]
+    assert ids[1].tolist() == [5, 2, 3]
+    assert np.isnan(weights).all()

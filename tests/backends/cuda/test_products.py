@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import diagonal, first
+from cases import diagonal
 from common import options_of
 from cuda_compiled import ADA, H200, KINDS, SAMPLES, case, name_of, resources
 from cuda_support import TAKEN, make
@@ -19,13 +19,14 @@ import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cuda import compile as compiler
 from billfish.backends.cuda import packed as saved
+from billfish.backends.cuda.attention import FEW_WARPS, MANY_WARPS, STAGES
 from billfish.backends.cuda.axes import Kind, describe
 from billfish.backends.cuda.compile import compile_kernel
-from billfish.backends.cuda.decoder import FEW_WARPS, MANY_WARPS, PAGE, STAGES
 from billfish.backends.cuda.device_weights import PLAIN, stored_codes
 from billfish.backends.cuda.driver import Device, KernelLaunch, signature
 from billfish.backends.cuda.packed import PackedBricks
 from billfish.backends.cuda.plans import Gemm, LargeShape, Plan, launch_large, plan
+from billfish.backends.cuda.step_memory import PAGE
 from billfish.core.format import FORMATS
 
 # ---- the layout; test_decode.py reads it back ------------------------------------------------------------------
@@ -114,7 +115,7 @@ ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100")
 # sm_80 and sm_89 have the same instructions for us, and so have sm_90 and sm_100.
 @pytest.mark.parametrize(
     ("kind", "arch"),
-    [case(kind, a, often=(i + j) % 8 == 0) for i, kind in enumerate(KINDS) for j, a in enumerate(ARCHITECTURES)],
+    [case(kind, a, often=(i + j) % 16 == 0) for i, kind in enumerate(KINDS) for j, a in enumerate(ARCHITECTURES)],
 )
 def test_few_rows_compile_for_every_architecture(kind, arch):
     device = H200 if arch in ("sm_90a", "sm_100") else ADA
@@ -127,7 +128,7 @@ def test_few_rows_compile_for_every_architecture(kind, arch):
 @pytest.mark.parametrize(
     ("kind", "arch"),
     [
-        case(kind, a, often=kind is SAMPLES[0] or (a == "sm_90a" and kind in SAMPLES))
+        case(kind, a, often=kind is SAMPLES[0] or (a == "sm_90a" and kind in SAMPLES[::3]))
         for kind in KINDS
         for a in ARCHITECTURES
     ],
@@ -143,27 +144,42 @@ def test_reading_compiles_for_every_architecture(arch):
     resources("read.cu", {}, arch)
 
 
-@pytest.mark.parametrize(("arch", "type"), diagonal(2, ["sm_80", "sm_90a"], ["F16", "BF16"]))
-def test_the_decoders_kernels_compile_without_spills(arch, type):
-    for head, pairs in ((64, 32), (128, 64), (256, 128), (96, 24)):
-        rotate = {
-            "HEAD": head,
-            "PAIRS": pairs,
-            "ADJACENT": int(head == 64),
-            "NORMED": int(head == 128),
-            "ROWS": 1 + head % 3,
-        }
-        resources("rotate.cu", {"TYPE": type} | {name: str(value) for name, value in rotate.items()}, arch)
-        for few, warps in ((1, FEW_WARPS), (0, MANY_WARPS)):
-            attend = {"HEAD": head, "GROUP": 4, "WARPS": warps, "STAGES": STAGES, "FEW": few}
-            macros = {"TYPE": type} | {name: str(value) for name, value in attend.items()}
-            assert resources("attend.cu", macros, arch) * warps * 32 <= 65536
-    resources("normalize.cu", {"TYPE": type, "HIDDEN": "4096", "THREADS": "512", "ADD": "1"}, arch)
+TYPED = [("sm_80", "F16"), ("sm_80", "BF16"), ("sm_90a", "BF16"), ("sm_90a", "F16")]
+HEADS = [(64, 32), (128, 64), (256, 128), (96, 24)]
+
+
+@pytest.mark.parametrize(("arch", "type", "head", "pairs"), diagonal(4, TYPED, HEADS))
+def test_attention_compiles_without_spills(arch, type, head, pairs):
+    rotate = {
+        "HEAD": head,
+        "PAIRS": pairs if head != 96 else 0,
+        "ADJACENT": int(head == 64),
+        "NORMED": {128: 1, 256: 2}.get(head, 0),
+        "VALUES_NORMED": int(head == 256),
+        "OUTPUT_GATE": int(head == 96),
+        "ROWS": 1 + head % 3,
+    }
+    resources("rotate.cu", {"TYPE": type} | {name: str(value) for name, value in rotate.items()}, arch)
+    for few, warps in ((1, FEW_WARPS), (0, MANY_WARPS)):
+        more = {"WINDOWED": int(head != 128), "CAPPED": int(head == 256), "OUTPUT_GATE": int(head == 256)}
+        more |= {"FEW": few, "MOST_PARTS": 8 + few * 8}
+        attend = {"HEAD": head, "GROUP": 4, "WARPS": warps, "STAGES": STAGES} | more
+        macros = {"TYPE": type} | {name: str(value) for name, value in attend.items()}
+        assert resources("attend.cu", macros, arch) * warps * 32 <= 65536
+
+
+@pytest.mark.parametrize(("arch", "type"), diagonal(2, TYPED))
+def test_the_decoders_other_kernels_compile_without_spills(arch, type):
+    for add, post, norm in ((1, 0, 1), (1, 1, 1), (1, 1, 0), (0, 0, 0)):
+        macros = {"TYPE": type, "HIDDEN": 4096, "THREADS": 512, "ADD": add, "POST": post, "NORM": norm}
+        resources("normalize.cu", {name: str(value) for name, value in macros.items()}, arch)
+    resources("head_scales.cu", {"TYPE": type}, arch)
     resources("gate.cu", {"TYPE": type, "GATE": "SILU"}, arch)
-    for name in ("choose.cu", "reorder.cu"):
+    for name in ("choose.cu", "reorder.cu", "cap.cu"):
         resources(name, {}, arch)
     for kind in (SAMPLES[0], PLAIN):
         resources("embed.cu", kind.macros(), arch)
+        resources("layer_inputs.cu", kind.macros() | {"NUMBER": type, "SIZE": "256"}, arch)
 
 
 @pytest.mark.parametrize("m", [1, 8, 64, 512, 2048])
@@ -181,12 +197,14 @@ def test_packing_from_storage_compiles(format):
     resources("pack.cu", about.kind.macros() | stored[1], "sm_90a")
 
 
-@pytest.mark.parametrize("gate", first(1, ["silu", "gelu"]))
-def test_products_with_a_gate_compile_without_spills(gate):
-    for kind in (Kind("Int4", "ScaleF16", "NONE", 4), WIDE[1]):
-        for m in (1, 16, 64, 512):
-            launch = chosen(replace(product(kind, m, 28672), gate=gate), H200).launch
-            resources(launch.source, dict(launch.macros), "sm_90a")
+GATED = {"scaled": Kind("Int4", "ScaleF16", "NONE", 4), "shifted": Kind("Int4", "ScaleF16", "MINIMUM", 4, 8)}
+GATES = [("silu", "scaled"), ("gelu", "shifted"), ("silu", "shifted"), ("gelu", "scaled")]
+
+
+@pytest.mark.parametrize(("gate", "name", "m"), diagonal(4, GATES, [1, 16, 64, 512]))
+def test_products_with_a_gate_compile_without_spills(gate, name, m):
+    launch = chosen(replace(product(GATED[name], m, 28672), gate=gate), H200).launch
+    resources(launch.source, dict(launch.macros), "sm_90a")
 
 
 WIDTHS = ((16, 28672), (32, 28672), (64, 4096))
@@ -194,7 +212,7 @@ WIDTHS = ((16, 28672), (32, 28672), (64, 4096))
 
 @pytest.mark.parametrize(
     ("kind", "m", "n"),
-    [case(kind, *w, often=i % 9 == 3 * j) for i, kind in enumerate(KINDS) for j, w in enumerate(WIDTHS)],
+    [case(kind, *w, often=i % 18 == 6 * j) for i, kind in enumerate(KINDS) for j, w in enumerate(WIDTHS)],
 )
 def test_more_rows_compile_without_spills(kind, m, n):
     launch = chosen(product(kind, m, n, bfloat16=kind.groups in (1, 4)), H200).launch
@@ -202,8 +220,7 @@ def test_more_rows_compile_without_spills(kind, m, n):
     resources(launch.source, dict(launch.macros), "sm_90a")
 
 
-@pytest.mark.parametrize("n", [4096, 14336])
-@pytest.mark.parametrize("m", [1, 32, 64, 128, 256, 1024, 4096])
+@pytest.mark.parametrize(("n", "m"), diagonal(2, [4096, 14336], [1, 32, 64, 128, 256, 1024, 4096]))
 def test_what_the_h200_runs_compiles_without_spills(m, n):
     launch = chosen(product(Kind("Int4", "ScaleF16", "NONE", 1), m, n), H200).launch
     resources(launch.source, dict(launch.macros), "sm_90a")
@@ -218,7 +235,8 @@ WIDE = (
 
 
 @pytest.mark.parametrize(
-    ("kind", "n"), [case(kind, n, often=n in (4096, 28672)) for kind in WIDE for n in (4096, 8192, 14336, 28672)]
+    ("kind", "n"),
+    [case(kind, n, often=i == j) for i, kind in enumerate(WIDE) for j, n in enumerate((28672, 4096, 14336, 8192))],
 )
 def test_few_rows_of_wide_matrices_compile_without_spills(kind, n):
     for m in (1, 8):
@@ -248,8 +266,9 @@ def test_pages_are_what_the_kernels_take_them_for():
 
 
 def test_a_launch_takes_what_the_kernel_takes():
-    known = {"gemm_small": "mpppppiiii", "gemm_large": "mpppppiiii", "pack": "pppii", "normalize": "pppppf"}
-    known |= {"embed": "pppppppiiif", "rotate": "pppiiippppppfiiiii", "attend": "pppppiiiii", "choose": "pippp"}
+    known = {"gemm_small": "mpppppiiii", "gemm_large": "mpppppiiii", "pack": "pppii", "normalize": "ppppppfff"}
+    known |= {"embed": "ppppppppiiif", "rotate": "pppiiipppppppfffiiiiiii", "attend": "ppppppiiiiiif"}
+    known |= {"choose": "pippp", "head_scales": "pppiiiif", "cap": "pif", "layer_inputs": "ppppppiiifff"}
     known |= {"gate": "pppiii", "reorder": "pppi"}
     known |= {"gemm_bytes": "mpppppiiiiii", "quantize_rows": "ppiii", "split_blocks": "ppii"}
     for name, letters in known.items():

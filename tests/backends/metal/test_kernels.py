@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from cases import diagonal
+from cases import diagonal, sample
 from common import ALL_BYTES, ALL_HALVES, assert_same_bits, gaussian, random_storage
 from metal_support import (
     ALL_M,
@@ -32,14 +32,9 @@ from billfish.backends.metal import kernels, lay_out
 ORDERS = ("forward", "reverse", "random")
 BY_ANY_FORMAT = pytest.mark.parametrize("name", FORMATS | MORE_FORMATS)
 # What is asked for in full; and of the other formats one type for each kernel.
-BY_KERNEL_IN_FULL = pytest.mark.parametrize(
-    ("name", "kernel", "dtype"),
-    [
-        *((name, *product) for name in FORMATS for product in PRODUCTS),
-        *((name, *product) for name in MORE_FORMATS for product in MORE_PRODUCTS),
-    ],
-    ids=lambda value: getattr(value, "name", value),
-)
+ONE_TYPE = [(name, *product) for name in MORE_FORMATS for product in MORE_PRODUCTS]
+IN_FULL = [*((name, *product) for name in FORMATS for product in PRODUCTS), *ONE_TYPE]
+HOSTILE = [*((name, *product) for name in FORMATS for product in MORE_PRODUCTS), *ONE_TYPE]
 BY_DTYPE = pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT32], ids=lambda dtype: dtype.name)
 
 
@@ -47,6 +42,12 @@ def shapes(kernel: str, name: str) -> list[tuple[int, int, int, int | None]]:
     """Every (M, N, K, group size) for a kernel and a format."""
     rows = [m for m in ALL_M if kernel != "gemv" or m <= 8]
     return [(m, n, *k) for k, m, n in itertools.product(sizes_of_k(name), rows, ALL_N)]
+
+
+def some_shapes(kernel: str, name: str, turn: int, count: int) -> list[tuple[int, int, int, int | None]]:
+    """Far from each other, and others in the next turn: most shapes are compiled for, which takes a second or more."""
+    possible = shapes(kernel, name)
+    return [possible[(37 * turn + i * len(possible) // count) % len(possible)] for i in range(count)]
 
 
 def check_product(kernel: str, name: str, dtype: np.dtype, shape: tuple[int, int, int, int | None], turn: int) -> None:
@@ -70,7 +71,7 @@ def check_hostile(kernel: str, name: str, dtype: np.dtype, shape: tuple[int, int
     assert_within_contract(multiply(kernel, x, q, hostile=True), x, q, None)
 
 
-@pytest.mark.parametrize(("name", "kernel", "dtype"), diagonal(5, FORMATS, PRODUCTS))
+@pytest.mark.parametrize(("name", "kernel", "dtype"), sample(7, FORMATS, PRODUCTS))
 def test_products(kernel, dtype, name):
     """One shape for each, another every time, so that together they cover the sizes of the full matrix."""
     possible = shapes(kernel, name)
@@ -79,23 +80,24 @@ def test_products(kernel, dtype, name):
 
 
 # Each format on one kernel: a compiler's freedom is in what decodes the format, and in the kernel's sums.
-@pytest.mark.parametrize(("name", "kernel"), diagonal(12, FORMATS, ("gemv", "gemm", "fused")))
+@pytest.mark.parametrize(("name", "kernel"), sample(12, FORMATS, ("gemv", "gemm", "fused")))
 def test_hostile_products(kernel, name):
     check_hostile(kernel, name, FLOAT16, (5 if kernel == "gemv" else 20, 70, *sizes_of_k(name)[0]))
 
 
 @pytest.mark.full
-@BY_KERNEL_IN_FULL
+@pytest.mark.parametrize(("name", "kernel", "dtype"), diagonal(1, IN_FULL))
 def test_all_products(kernel, dtype, name):
-    for turn, shape in enumerate(shapes(kernel, name)):
+    turn = IN_FULL.index((name, kernel, dtype))
+    for shape in some_shapes(kernel, name, turn, 2):
         check_product(kernel, name, dtype, shape, turn)
 
 
 @pytest.mark.full
-@BY_KERNEL_IN_FULL
+@pytest.mark.parametrize(("name", "kernel", "dtype"), diagonal(1, HOSTILE))
 def test_all_hostile_products(kernel, dtype, name):
-    for shape in shapes(kernel, name):
-        check_hostile(kernel, name, dtype, shape)
+    (shape,) = some_shapes(kernel, name, HOSTILE.index((name, kernel, dtype)), 1)
+    check_hostile(kernel, name, dtype, shape)
 
 
 # ---- numbers at the ends of their range ---------------------------------------------------------------------------

@@ -16,20 +16,11 @@ from transformers import AutoTokenizer
 
 import billfish as bf
 from billfish.checkpoints.tokenizer.gguf_tokenizer import read_metadata
-from billfish.checkpoints.tokenizer.pre_tokenizers import CUTS, cut_of, pre_tokenizer
+from billfish.checkpoints.tokenizer.pre_tokenizers import CUTS, SPELLINGS, cut_of, pre_tokenizer
 from billfish.checkpoints.tokenizer.tokenizer_json import chat_template, read_folder
 from billfish.checkpoints.write.tokenizer_files import tokenizer_fields, tokenizer_files
 from billfish.cli.main import main
 from billfish.llm import default_model, load
-
-# Of cuts with several names, the one that we write.
-FIRST_NAMES = {
-    "default": "gpt-2",
-    "olmo": "gpt-2",
-    "starcoder": "smollm",
-    "refact": "smollm",
-    "llama3": "llama-bpe",
-}
 
 # ---- from a folder --------------------------------------------------------------------------------------------------
 
@@ -154,9 +145,26 @@ def test_a_conversation_with_a_folder(tmp_path):
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_cuts_are_known_by_what_they_do(cut):
-    name = cut_of(pre_tokenizer(cut))
-    assert CUTS[name] == CUTS[cut]
-    assert name == FIRST_NAMES.get(cut, cut)
+    """Of names that mean the same, the first is written, or that of the architecture."""
+    alike = [name for name in CUTS if CUTS[name].pattern == CUTS[cut].pattern]
+    alike = [name for name in alike if CUTS[name].digits_alone == CUTS[cut].digits_alone]
+    for ignore in (False, True):
+        fitting = [name for name in alike if CUTS[name].ignore_merges == ignore] or alike
+        assert cut_of(pre_tokenizer(cut), ignore_merges=ignore) == fitting[0]
+    assert cut_of(pre_tokenizer("olmo"), architecture="olmoe") == "olmo"
+    assert cut_of(pre_tokenizer("qwen2"), architecture="olmoe") == "qwen2"
+
+
+def test_spellings_that_find_the_same():
+    """tiktoken's own for cl100k_base, line ends as they are, and what is between the finds removed."""
+    pattern = CUTS["llama-bpe"].pattern
+    for spelled in (pattern, *SPELLINGS, pattern.replace(r"\r\n", "\r\n")):
+        other = tokenizers.Regex(spelled)
+        for behavior, invert in (("isolated", False), ("removed", True)):
+            cutter = parts.Sequence([parts.Split(other, behavior, invert), parts.ByteLevel(False, use_regex=False)])
+            name = cut_of(cutter)
+            for line in [*varied_lines()[:20], "a\r\n\r\nb's WE'LL 12345", "x  \n \n y", "...\n\n'"]:
+                assert cutter.pre_tokenize_str(line) == pre_tokenizer(name).pre_tokenize_str(line)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +174,7 @@ def test_cuts_are_known_by_what_they_do(cut):
         parts.ByteLevel(add_prefix_space=True),
         parts.Sequence([parts.Punctuation(), parts.ByteLevel(add_prefix_space=False)]),
         parts.Sequence([parts.Digits(individual_digits=False), parts.ByteLevel(add_prefix_space=False)]),
-        parts.Sequence([parts.Split(tokenizers.Regex(CUTS["qwen2"][1]), "removed"), parts.ByteLevel(False)]),
+        parts.Sequence([parts.Split(tokenizers.Regex(CUTS["qwen2"].pattern), "removed"), parts.ByteLevel(False)]),
         parts.Sequence([parts.Split(tokenizers.Regex(r"\p{N}"), "isolated"), parts.ByteLevel(False, use_regex=False)]),
     ],
 )

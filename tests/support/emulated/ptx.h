@@ -18,7 +18,7 @@ struct uint2 { uint32_t x, y; };
 struct uint4 { uint32_t x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
-struct Index { int x; };
+struct Index { int x, y, z; };
 static thread_local Index threadIdx, blockIdx, blockDim;
 
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
@@ -121,6 +121,10 @@ EMULATED void fma_rn_bf16x2(uint32_t& d, uint32_t a, uint32_t b, uint32_t c) { f
 EMULATED void mul_rn_f16x2(uint32_t& d, uint32_t a, uint32_t b) { fma2<10>(d, a, b, 0x80008000); }  // -0 changes nothing
 EMULATED void add_rn_f16x2(uint32_t& d, uint32_t a, uint32_t b) { fma2<10>(d, a, 0x3c003c00, b); }
 EMULATED void cvt_rn_f16x2_f32(uint32_t& d, float high, float low) { pairs<10>(d, [&](int half) { return half ? high : low; }); }
+EMULATED void cvt_rn_satfinite_f16x2_f32(uint32_t& d, float high, float low) {
+  const auto finite = [](float v) { return v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v; };
+  cvt_rn_f16x2_f32(d, finite(high), finite(low));
+}
 EMULATED void cvt_rn_bf16x2_f32(uint32_t& d, float high, float low) { pairs<7>(d, [&](int half) { return half ? high : low; }); }
 // Nearest E4M3, ties to even; what is too large becomes 448.
 EMULATED uint8_t to_e4m3(float v) {

@@ -31,12 +31,23 @@ inline uint32_t match(uint32_t, int value) {
     return same;
   });
 }
-inline int shuffle(uint32_t, int value, int lane) {
-  return exchanged(value, [=](const int* values) { return values[lane]; });
+template <class T> T shuffle(uint32_t, T value, int lane) {  // of 32 bits
+  int bits;
+  std::memcpy(&bits, &value, 4);
+  bits = exchanged(bits, [=](const int* values) { return values[lane]; });
+  std::memcpy(&value, &bits, 4);
+  return value;
 }
 inline int shuffle_up(uint32_t mask, int value, int by) {
   const int lane = threadIdx.x % 32;
   return shuffle(mask, value, lane < by ? lane : lane - by);
+}
+template <class T> T shuffle_xor(uint32_t mask, T value, int by) { return shuffle(mask, value, threadIdx.x % 32 ^ by); }
+inline uint32_t largest(uint32_t, uint32_t value) {
+  return exchanged(int(value), [](const int* values) { return *std::max_element((const uint32_t*)values, (const uint32_t*)values + 32); });
+}
+inline uint32_t least(uint32_t, uint32_t value) {
+  return exchanged(int(value), [](const int* values) { return *std::min_element((const uint32_t*)values, (const uint32_t*)values + 32); });
 }
 
 // One CTA.
@@ -59,5 +70,8 @@ template <class Kernel> void launch(int threads, Kernel kernel) {
 #define __match_any_sync warps::match
 #define __shfl_sync warps::shuffle
 #define __shfl_up_sync warps::shuffle_up
+#define __shfl_xor_sync warps::shuffle_xor
+#define __reduce_max_sync warps::largest
+#define __reduce_min_sync warps::least
 #define __popc __builtin_popcount
 #define __launch_bounds__(...)

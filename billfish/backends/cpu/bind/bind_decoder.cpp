@@ -304,6 +304,7 @@ void bind_decoder(nb::module_& module) {
       .def("seconds", &PythonDecoder::seconds);
   module.def("add_outer", &add_outer);
   module.attr("CACHE_BLOCK") = CACHE_BLOCK;
+  module.attr("DELTA_CHUNK") = DELTA_CHUNK;
   module.attr("BEST_OF_16") = BEST_OF_16;
   module.attr("FEW_ROWS") = MANY_ROWS - 1;
 }

@@ -322,22 +322,24 @@ class Pass {
     const auto input = [&](const float* first, const float* tail, int64_t offset) {
       return offset < 0 ? tail + (before + offset) * c.channels : first + offset * stride;
     };
-    parallel_for(m_, [&](int64_t from, int64_t to) {
+    constexpr int64_t SOME_CHANNELS = 1024;  // that one thread computes, of one row
+    const int64_t pieces = (c.channels + SOME_CHANNELS - 1) / SOME_CHANNELS;
+    parallel_for(m_ * pieces, [&](int64_t from, int64_t to) {
       std::vector<const float*> inputs(size_t(c.taps));
-      for (int64_t row = from; row < to; row++) {
+      for (int64_t piece = from; piece < to; piece++) {
+        const int64_t row = piece / pieces, begin = piece % pieces * SOME_CHANNELS;
         const Place& place = places_[size_t(row)];
         const float* first = in + (row - place.offset) * stride;
         for (int64_t tap = 0; tap < c.taps; tap++) inputs[size_t(tap)] = input(first, place.state->recurrent(number) + kept, place.offset - before + tap);
-        kernels_.convolve(inputs.data(), c.taps, c.weight, c.bias, c.channels, activate, out + row * c.channels);
+        kernels_.convolve(inputs.data(), c.taps, c.weight, c.bias, c.channels, begin, std::min(begin + SOME_CHANNELS, c.channels), activate, out + row * c.channels);
       }
-    });
-    std::vector<float> tail(size_t(before * c.channels));
+    }, 1);
     const float* first = in;
     for (const Passage& passage : passages_) {
       float* own = passage.state->recurrent(number) + kept;
+      // What lies in `own` moves to its beginning, so no row is overwritten before it is copied.
       const auto keep = [&](int64_t rows, float* to) {
-        for (int64_t i = 0; i < before; i++) std::copy_n(input(first, own, rows - before + i), c.channels, tail.data() + i * c.channels);
-        std::copy(tail.begin(), tail.end(), to);
+        for (int64_t i = 0; i < before; i++) std::copy_n(input(first, own, rows - before + i), c.channels, to + i * c.channels);
       };
       for (const auto& [rows, place] : passage.state->checkpoints(number, passage.start, passage.count)) keep(rows, place + kept);
       keep(passage.count, own);
@@ -388,6 +390,89 @@ class Pass {
     watch_.lap(OUTPUT);
   }
 
+  // ---- gated delta nets ----
+
+  // Rows of one chunk of a sequence, and where the state goes behind them, if it is kept.
+  struct ChunkPart {
+    int64_t passage, row, first, count;  // first: within the chunk
+    float* checkpoint;
+    bool last;  // of the passage
+  };
+
+  std::vector<ChunkPart> chunk_parts(int64_t number) const {
+    std::vector<ChunkPart> parts;
+    int64_t row = 0;
+    for (size_t p = 0; p < passages_.size(); p++) {
+      const Passage& passage = passages_[p];
+      const auto checkpoints = passage.state->checkpoints(number, passage.start, passage.count);
+      auto next = checkpoints.begin();
+      for (int64_t done = 0, count; done < passage.count; done += count) {
+        const int64_t first = (passage.start + done) % DELTA_CHUNK;
+        count = std::min(DELTA_CHUNK - first, passage.count - done);
+        if (next != checkpoints.end()) count = std::min(count, next->first - done);
+        float* place = next != checkpoints.end() && next->first == done + count ? (next++)->second : nullptr;
+        parts.push_back({int64_t(p), row + done, first, count, place, done + count == passage.count});
+      }
+      row += passage.count;
+    }
+    return parts;
+  }
+
+  // The key of token i of the chunk in which `row` is token `first`: of this pass, or of an earlier one.
+  const float* chunk_key(const GatedDeltaNet& d, int64_t row, int64_t first, int64_t i, int64_t key_head, const float* kq, int64_t number) const {
+    const Place& place = places_[size_t(row)];
+    if (place.offset >= first - i) return kq + (key_head * m_ + row - first + i) * 2 * d.key_size;
+    return place.state->recurrent(number) + d.keys_at() + (i * d.key_heads + key_head) * d.key_size;
+  }
+
+  // Fills in inner [heads] of a row. decays: [rows, heads].
+  void look_back(const GatedDeltaNet& d, int64_t row, const float* kq, const float* decays, int64_t number, DeltaInner* inner) const {
+    const Place& place = places_[size_t(row)];
+    const int64_t own = place.position % DELTA_CHUNK, here = std::min(own, place.offset), earlier = own - here, sharing = d.value_heads / d.key_heads;
+    const float* left = place.state->recurrent(number) + d.left_at();
+    for (int64_t h = 0; h < d.value_heads; h++) {
+      DeltaInner& one = inner[h] = {};
+      for (int64_t i = 0; i < earlier; i++) one.left[i] = left[h * (DELTA_CHUNK + 1) + i];
+      one.decay = earlier ? left[h * (DELTA_CHUNK + 1) + DELTA_CHUNK] : 1.0f;
+      for (int64_t token = earlier; token <= own; token++) {
+        const float factor = decays[(row - own + token) * d.value_heads + h];
+        for (int64_t i = 0; i < token; i++) one.left[i] *= factor;
+        one.left[token] = 1, one.decay *= factor;
+      }
+    }
+    for (int64_t key_head = 0; key_head < d.key_heads; key_head++) {
+      const float *k = kq + (key_head * m_ + row) * 2 * d.key_size, *q = k + d.key_size;
+      for (int64_t i = 0; i <= own; i++) {
+        const float* key = chunk_key(d, row, own, i, key_head, kq, number);
+        const float by_k = i < own ? kernels_.dot(key, k, d.key_size) : 0, by_q = kernels_.dot(key, q, d.key_size);
+        for (int64_t s = 0; s < sharing; s++) {
+          DeltaInner& one = inner[d.tiled ? s * d.key_heads + key_head : key_head * sharing + s];
+          one.k[i] = one.left[i] * by_k, one.q[i] = one.left[i] * by_q;
+        }
+      }
+    }
+  }
+
+  // Behind the part, checkpoints and the sequence keep what a chunk has begun with.
+  void keep_chunk(const GatedDeltaNet& d, const ChunkPart& part, const float* kq, const DeltaInner* inner, int64_t number) const {
+    const int64_t tokens = (part.first + part.count) % DELTA_CHUNK, row = part.row + part.count - 1;
+    const auto keep = [&](float* to) {
+      for (int64_t i = 0; i < tokens; i++)
+        for (int64_t h = 0; h < d.key_heads; h++) {
+          const float* key = chunk_key(d, row, tokens - 1, i, h, kq, number);
+          float* place = to + d.keys_at() + (i * d.key_heads + h) * d.key_size;
+          if (key != place) std::copy_n(key, d.key_size, place);
+        }
+      for (int64_t h = 0; h < d.value_heads && tokens; h++) {
+        const DeltaInner& one = inner[row * d.value_heads + h];
+        float* left = to + d.left_at() + h * (DELTA_CHUNK + 1);
+        std::copy_n(one.left, DELTA_CHUNK, left), left[DELTA_CHUNK] = one.decay;
+      }
+    };
+    if (part.checkpoint) keep(part.checkpoint);
+    if (part.last) keep(passages_[size_t(part.passage)].state->recurrent(number));
+  }
+
   void mix(const GatedDeltaNet& d, const float* norm, int64_t number) {
     const int64_t channels = d.convolution.channels, heads = d.value_heads, width = heads * d.value_size, keys = d.key_heads * d.key_size;
     float *qkv = q_.take(m_ * channels), *z = gate_.take(m_ * width), *beta = k_.take(m_ * heads), *alpha = v_.take(m_ * heads);
@@ -395,27 +480,46 @@ class Pass {
     begin_states(number);
     float* mixed = up_.take(m_ * channels);  // q, k, v
     convolve(d.convolution, qkv, channels, d.state_numbers(), number, true, mixed);
-    float *kq = more_.take(m_ * 2 * keys), *overlap = logits_.take(m_ * d.key_heads), *out = out_.take(m_ * width);
+    float *kq = more_.take(m_ * 2 * keys), *out = out_.take(m_ * width);  // kq: [key heads, rows, k and then q]
     parallel_for(m_, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; row++) {
         for (int64_t h = 0; h < d.key_heads; h++) {
-          float *k = kq + (row * d.key_heads + h) * 2 * d.key_size, *q = k + d.key_size;
+          float *k = kq + (h * m_ + row) * 2 * d.key_size, *q = k + d.key_size;
           std::copy_n(mixed + row * channels + h * d.key_size, d.key_size, q);
           std::copy_n(mixed + row * channels + keys + h * d.key_size, d.key_size, k);
           kernels_.normalize_length(q, LENGTH_EPSILON, 1 / std::sqrt(float(d.key_size)), d.key_size);
           kernels_.normalize_length(k, LENGTH_EPSILON, 1, d.key_size);
-          overlap[row * d.key_heads + h] = kernels_.dot(k, q, d.key_size);
         }
         for (int64_t i = row * heads, h = 0; h < heads; h++, i++)
           alpha[i] = decay(d.decay[h], softplus(alpha[i] + d.step[h])), beta[i] = float(sigmoid(beta[i]));
       }
     });
-    scan_states(heads, d.value_size / 16, d.key_size, number, [&](float* block, int64_t head, int64_t column, int64_t row, int64_t tokens) {
-      const int64_t key = d.key_head(head), at = head * d.value_size + column * 16;
-      kernels_.delta_rule({tokens, d.key_size, kq + (row * d.key_heads + key) * 2 * d.key_size, 2 * keys, overlap + row * d.key_heads + key, d.key_heads,
-                           alpha + row * heads + head, beta + row * heads + head, heads, mixed + row * channels + 2 * keys + at, channels, out + row * width + at, width},
-                          block);
+    std::vector<DeltaInner> inner(size_t(m_ * heads));
+    parallel_for(m_, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; row++) look_back(d, row, kq, alpha, number, inner.data() + row * heads);
     });
+    const std::vector<ChunkPart> parts = chunk_parts(number);
+    const int64_t blocks = d.value_size / 16, block_numbers = d.key_size * 16;
+    parallel_for(int64_t(passages_.size()) * heads * blocks, [&](int64_t from, int64_t to) {
+      for (int64_t unit = from; unit < to; unit++) {
+        const int64_t passage = unit / (heads * blocks), within = unit % (heads * blocks), head = within / blocks, at = within * 16, key = d.key_head(head);
+        float* state = passages_[size_t(passage)].state->recurrent(number);
+        for (const ChunkPart& part : parts) {
+          if (part.passage != passage) continue;
+          const float* keys_of_chunk[DELTA_CHUNK];
+          for (int64_t i = 0; i < DELTA_CHUNK && part.first + part.count == DELTA_CHUNK; i++) keys_of_chunk[i] = chunk_key(d, part.row, part.first, i, key, kq, number);
+          kernels_.delta_rule({part.first, part.count, d.key_size, kq + (key * m_ + part.row) * 2 * d.key_size, inner.data() + part.row * heads + head,
+                               beta + part.row * heads + head, heads, mixed + part.row * channels + 2 * keys + at, channels, out + part.row * width + at, width,
+                               state + d.written_at() + at, width, keys_of_chunk},
+                              state + within * block_numbers);
+          if (!part.checkpoint) continue;
+          std::copy_n(state + within * block_numbers, block_numbers, part.checkpoint + within * block_numbers);
+          for (int64_t i = 0; i < (part.first + part.count) % DELTA_CHUNK; i++)
+            std::copy_n(state + d.written_at() + i * width + at, 16, part.checkpoint + d.written_at() + i * width + at);
+        }
+      }
+    }, 1);
+    for (const ChunkPart& part : parts) keep_chunk(d, part, kq, inner.data(), number);
     end_states(number);
     put_out(d.output, width, number, [&](int64_t row, float* to) {
       float* made = out + row * width;

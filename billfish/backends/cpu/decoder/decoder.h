@@ -57,7 +57,9 @@ struct Convolution {
   int64_t taps, channels;
 };
 
-// Of recurrent mixers, a sequence keeps the states [heads, columns / 16, rows, 16], then the last taps - 1 inputs of the convolution.
+// Of recurrent mixers, a sequence keeps the states [heads, columns / 16, rows, 16], then the last taps - 1 inputs of the convolution. Of a delta net, the
+// state is that before the last chunk, and between them is what the chunk's tokens have left: keys [DELTA_CHUNK, key heads, key size], what they have
+// written [DELTA_CHUNK, value heads, value size], and for each value head `left` and `decay` of DeltaInner.
 struct GatedDeltaNet {
   int64_t key_heads, value_heads, key_size, value_size;
   bool tiled;  // value head i goes with key head i % key_heads, not with i / (value_heads / key_heads)
@@ -67,7 +69,10 @@ struct GatedDeltaNet {
   const float* norm;          // [value_size]
 
   int64_t key_head(int64_t value_head) const { return tiled ? value_head % key_heads : value_head / (value_heads / key_heads); }
-  int64_t state_numbers() const { return value_heads * key_size * value_size; }
+  int64_t keys_at() const { return value_heads * key_size * value_size; }
+  int64_t written_at() const { return keys_at() + DELTA_CHUNK * key_heads * key_size; }
+  int64_t left_at() const { return written_at() + DELTA_CHUNK * value_heads * value_size; }
+  int64_t state_numbers() const { return left_at() + value_heads * (DELTA_CHUNK + 1); }
 };
 
 struct ShortConvolution {

@@ -35,21 +35,34 @@ struct Sight {
   const float* sinks;  // of each row, `1 - more` apart; or null
 };
 
-// Tokens of a sequence that one column block of a state goes through; see decoder/recurrent.h. Strides are from token to token.
-struct DeltaRule {
-  int64_t tokens, rows;  // rows: of the state, the size of a key
-  const float* kq;       // k [rows], then q [rows]
-  int64_t kq_stride;
-  const float* overlap;  // the product of k and q
-  int64_t overlap_stride;
-  const float *decay, *beta;
-  int64_t gate_stride;
-  const float* v;  // [16], as out
+// The delta rule takes tokens in chunks of so many, which begin at multiples of it in a sequence.
+constexpr int64_t DELTA_CHUNK = 8;
+
+// What a token of a delta net has to do with those before it in its chunk, for one head. In order: how much of what each of them has written its k
+// recalls, and its q (which recalls its own, too); what is left of each, its own the whole; and what is left of the state before the chunk.
+struct DeltaInner {
+  float k[DELTA_CHUNK], q[DELTA_CHUNK], left[DELTA_CHUNK];
+  float decay, unused[7];
+};
+
+// Tokens of a chunk that one column block of a state goes through; see decoder/recurrent.h. Strides are from token to token.
+struct DeltaTokens {
+  int64_t first, count;  // within the chunk
+  int64_t rows;          // of the state, the size of a key
+  const float* kq;       // of each token k [rows], then q [rows], one behind the other
+  const DeltaInner* inner;
+  const float* beta;
+  int64_t head_stride;  // of inner and beta
+  const float* v;       // [16], as out
   int64_t v_stride;
   float* out;
   int64_t out_stride;
+  float* written;  // [16]: what tokens of the chunk have written; those before `first` are there
+  int64_t written_stride;
+  const float* const* keys;  // of all tokens of the chunk, if it ends with these
 };
 
+// Tokens of a sequence that one column block of a state goes through. Strides are from token to token.
 struct MambaScan {
   int64_t tokens, rows;  // rows: of the state, the size of b and c
   const float *b, *c;
@@ -79,12 +92,13 @@ struct DecoderKernels {
   // Sums of outer products, for 16 columns; see decoder/outer.h.
   void (*add_outer)(const float* x, const float* columns, int64_t rows, int64_t k, int64_t sixteen, float* sums);
   // Mixers with a recurrent state; see decoder/recurrent.h.
-  void (*convolve)(const float* const* inputs, int64_t taps, const float* weight, const float* bias, int64_t channels, bool activate, float* out);
+  void (*convolve)(const float* const* inputs, int64_t taps, const float* weight, const float* bias, int64_t channels, int64_t first, int64_t last, bool activate,
+                   float* out);
   void (*normalize_length)(float* x, float epsilon, float factor, int64_t count);
   float (*dot)(const float* a, const float* b, int64_t count);
   void (*multiply)(float* x, const float* other, int64_t count);
   void (*multiply_sigmoid)(float* x, const float* gate, int64_t count);
-  void (*delta_rule)(const DeltaRule& rule, float* block);
+  void (*delta_rule)(const DeltaTokens& tokens, float* block);
   void (*mamba_scan)(const MambaScan& scan, float* block);
 };
 

@@ -87,12 +87,30 @@ class KeysAndValues {
   char *keys_ = nullptr, *values_ = nullptr;
 };
 
+struct Free {
+  void operator()(char* bytes) const { std::free(bytes); }
+};
+using Bytes = std::unique_ptr<char[], Free>;
+
+// Zeros, which cost nothing until they are touched, in huge pages where there are many.
+inline Bytes zeros(size_t bytes) {
+  char* made = static_cast<char*>(std::calloc(std::max<size_t>(bytes, 1), 1));
+  if (!made) throw std::bad_alloc();
+#if defined(__linux__)
+  constexpr size_t PAGE = 4096, LARGE = 1 << 22;
+  const size_t offset = PAGE - reinterpret_cast<uintptr_t>(made) % PAGE;
+  if (bytes >= LARGE) madvise(made + offset, bytes - offset, MADV_HUGEPAGE);  // only advice: whatever it returns
+#endif
+  return Bytes(made);
+}
+
 // The recurrent states of all layers behind some position, one after the other.
 struct Checkpoint {
-  Checkpoint(int64_t at, bool end, int64_t count) : position(at), message_end(end), numbers(size_t(count)) {}
+  Checkpoint(int64_t at, bool end, size_t count) : position(at), message_end(end), memory(zeros(count * sizeof(float))) {}
+  float* numbers() const { return reinterpret_cast<float*>(memory.get()); }
   int64_t position;
   bool message_end;
-  std::vector<float> numbers;
+  Bytes memory;
 };
 
 // One sequence. Layers are those of the decoder. Keys and values of all lie in one piece of memory: large ones are made of huge pages.
@@ -160,7 +178,7 @@ class SequenceState {
   std::vector<std::pair<int64_t, float*>> checkpoints(int64_t layer, int64_t start, int64_t count) const {
     std::vector<std::pair<int64_t, float*>> places;
     for (const std::shared_ptr<Checkpoint>& each : checkpoints_)
-      if (each->position > start && each->position <= start + count) places.push_back({each->position - start, each->numbers.data() + offsets_[size_t(layer)]});
+      if (each->position > start && each->position <= start + count) places.push_back({each->position - start, each->numbers() + offsets_[size_t(layer)]});
     return places;
   }
 
@@ -180,7 +198,7 @@ class SequenceState {
     else {
       const auto found = std::find_if(from.checkpoints_.begin(), from.checkpoints_.end(), [&](const auto& each) { return each->position == position; });
       if (found == from.checkpoints_.end()) throw std::invalid_argument("a recurrent state can only go back to a checkpoint");
-      numbers_ = (*found)->numbers;
+      std::copy_n((*found)->numbers(), numbers_.size(), numbers_.begin());
     }
     positions_.assign(positions_.size(), position);
   }
@@ -193,7 +211,7 @@ class SequenceState {
   // denser, the later they are. Ends of messages, where prompts part most often, count four times.
   void add_checkpoint(int64_t position, bool message_end) {
     const size_t most = std::max(LEAST_CHECKPOINTS, CHECKPOINT_BYTES / (numbers_.size() * sizeof(float)));
-    checkpoints_.push_back(std::make_shared<Checkpoint>(position, message_end, int64_t(numbers_.size())));
+    checkpoints_.push_back(std::make_shared<Checkpoint>(position, message_end, numbers_.size()));
     if (checkpoints_.size() <= most) return;
     size_t worst = 0;
     double least = INFINITY;
@@ -220,7 +238,7 @@ class SequenceState {
       capacity_ = capacity;
       return;
     }
-    Bytes fresh = bytes == bytes_ ? nullptr : zeros(bytes);
+    Bytes fresh = bytes == bytes_ ? nullptr : zeros(bytes);  // what lies behind the last position is multiplied with zero
     char* at = fresh ? fresh.get() : memory_.get();
     for (size_t i = 0; i < layers_.size(); i++) {
       layers_[i].take(at, rooms[i], from.layers_[i], end);
@@ -228,23 +246,6 @@ class SequenceState {
     }
     if (fresh) memory_ = std::move(fresh);
     bytes_ = bytes, capacity_ = capacity;
-  }
-
-  struct Free {
-    void operator()(char* bytes) const { std::free(bytes); }
-  };
-  using Bytes = std::unique_ptr<char[], Free>;
-
-  // Zeros, which cost nothing until they are touched: what lies behind the last position is multiplied with zero.
-  static Bytes zeros(size_t bytes) {
-    char* made = static_cast<char*>(std::calloc(std::max<size_t>(bytes, 1), 1));
-    if (!made) throw std::bad_alloc();
-#if defined(__linux__)
-    constexpr size_t PAGE = 4096, LARGE = 1 << 22;
-    const size_t offset = PAGE - reinterpret_cast<uintptr_t>(made) % PAGE;
-    if (bytes >= LARGE) madvise(made + offset, bytes - offset, MADV_HUGEPAGE);  // only advice: whatever it returns
-#endif
-    return Bytes(made);
   }
 
   bool half_;

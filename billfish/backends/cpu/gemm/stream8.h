@@ -17,7 +17,7 @@ template <class P> INLINED inline void ask_for_stream(const uint8_t* p) {
 
 // ---- one row of x ----------------------------------------------------------------------------------------------------
 
-// Adds blocks of a tile times row `row` of x to sums [TILE_ROWS].
+// Adds blocks of a tile times row `row` of x to sums [TILE_ROWS]. With one digit, a row gets the bits that it gets beside others: see add_rows.
 template <class P, class Source> KERNEL void add_one_row(const Weights& w, Blocks run, const Activations8& x, int64_t row, float* sums) {
   Source source;
   typename P::Totals total;
@@ -27,6 +27,8 @@ template <class P, class Source> KERNEL void add_one_row(const Weights& w, Block
   const uint8_t* p = run.stream;
   const auto ask = [&]() INLINED { ask_for_stream<P>(p); };
   for (int64_t b = 0; b < run.count; b += x_block.step, p += P::Decoder::block_bytes, x_block.next()) {
+    if constexpr (Source::two_levels)
+      if ((b & 7) == 0) source.template begin_chunk<P::FIRST, P::COUNT>(p), p += run.chunk_header;
     const bool begins = begins_span(run, b);
     if (begins) source.group = p, p += run.span_header;
     ask();
@@ -40,7 +42,8 @@ template <class P, class Source> KERNEL void add_one_row(const Weights& w, Block
         });
       const FloatActivations x_scales[2] = {x_block.scales(false), x_block.scales(true)}, x_total = x_block.total(half);
       repeat<P::COUNT>([&](int r) INLINED {
-        total[0][r] = add_scaled<P, 0>(total[0][r], sum, r, x_scales[P::in_place(r)], scale[half][r]);
+        if constexpr (P::DIGITS == 1) total[0][r] = multiply_add_x<0>(total[0][r], multiply(sum_as_floats<P>(sum, 0, r), scale[half][r]), x_scales[P::in_place(r)]);
+        else total[0][r] = add_scaled<P, 0>(total[0][r], sum, r, x_scales[P::in_place(r)], scale[half][r]);
         if constexpr (Source::minimums) total[0][r] = multiply_add_x<0>(total[0][r], minimum[half][r], x_total);
       });
     });
@@ -144,7 +147,7 @@ void add_chunks(const Weights& w, Blocks run, const Activations8& x, int64_t row
   using Source = Reader<S>;
   const auto one_row = [&](auto digits) {
     using P = Piece<Decoder, 1, decltype(digits)::value, REACH, decltype(digits)::value != EXACT_DIGITS, 0, ROW_VECTORS>;
-    if constexpr (Source::two_levels) add_one_row_by_level<P, Source>(w, run, x, row, sums);
+    if constexpr (Source::two_levels && decltype(digits)::value != 1) add_one_row_by_level<P, Source>(w, run, x, row, sums);
     else add_one_row<P, Source>(w, run, x, row, sums);
   };
   const auto rows = [&](auto count, auto vectors) {  // as many row vectors at a time as leave registers for their sums

@@ -1,0 +1,206 @@
+"""`billfish doctor`: check this machine's kernels against NumPy and its devices against each other, in one report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.backends import BACKENDS
+from billfish.cli.info import found
+from billfish.core.errors import BillfishError, DataError, bad_argument
+from billfish.core.format import FORMATS
+from billfish.core.tables import print_table
+from billfish.core.tensor import QuantizedTensor
+from billfish.ops.matmul import dequantize, quantized_linear
+from billfish.ops.quantization import quantize
+
+SHAPE, ROWS = (96, 256), (1, 4, 20)  # of the checked matmuls: one kernel each
+TIMED, TIMED_ROWS, REPEATS = (4096, 4096), (1, 8), 20
+PROMPT, ANSWER = "What is the capital of France?", 16
+# Backends that are not asked unless they are named: the reference is the judge, and the emulator is slow.
+UNASKED = ("reference", "metal-emulator")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="GGUF file or model folder that every device answers a prompt with (default: none)",
+    )
+    parser.add_argument(
+        "--backend",
+        action="append",
+        metavar="NAME",
+        help="check this backend alone; may be repeated (default: all that `billfish info` lists as usable)",
+    )
+    parser.add_argument("--report", metavar="FILE", help="also write everything to a JSON file (default: none)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what was checked. Returns 1 if anything is wrong."""
+    names = arguments.backend or [name for name in BACKENDS if name not in UNASKED and BACKENDS[name].usable()[0]]
+    for name in names:
+        if name not in BACKENDS:
+            raise DataError(bad_argument("doctor", "--backend", repr(name), f"one of {', '.join(BACKENDS)}"))
+    report: dict[str, Any] = {"machine": found(), "matmuls": [], "times": [], "answers": []}
+    for name in names:
+        report["matmuls"] += _followed(checks(name), f"{name}: matmuls beside NumPy")
+    _print("matmuls", report["matmuls"], ("backend", "format", "rows", "error", "allowed", "verdict"), wrong_alone=True)
+    if "metal" in names:
+        report["times"] = _followed(times(), "metal: times beside MLX's")
+        _print("microseconds of a matmul", report["times"], ("format", "rows", "ours", "mlx"))
+    if arguments.model:
+        report["answers"] = _followed(answers(arguments.model, names), "the model on each device")
+        _print("answers", report["answers"], ("device", "tokens_per_second", "error", "verdict", "text"))
+    wrong = [each for part in ("matmuls", "answers") for each in report[part] if each["verdict"] != "right"]
+    print(f"{len(wrong)} wrong." if wrong else "Everything is right.")
+    if arguments.report:
+        Path(arguments.report).write_text(json.dumps(report, indent=1))
+        print(f"Wrote {arguments.report}.")
+    return 1 if wrong else 0
+
+
+def checks(name: str) -> Iterator[dict[str, Any]]:
+    """Matmuls of a backend in every format, each kernel once, beside the exact ones. An error may be twice that of a
+    dense matmul of float16."""
+    generator = np.random.default_rng(0)
+    w = generator.standard_normal(SHAPE).astype(np.float32)
+    for format in FORMATS:
+        q = quantize(w, format, method="rtn")
+        for rows in ROWS:
+            x = generator.standard_normal((rows, SHAPE[1])).astype(np.float16)
+            record: dict[str, Any] = {"backend": name, "format": format, "rows": rows}
+            try:
+                y = _multiplier(name)(x, q)
+            except BillfishError as error:
+                if name != "cpu" and "no kernels" in str(error):
+                    continue
+                yield record | {"verdict": str(error)}
+            except Exception as error:  # of a compiler or a driver: what it says is what the report is for
+                yield record | {"verdict": f"{type(error).__name__}: {error}"}
+            else:
+                yield record | _judged(x, dequantize(q), y)
+
+
+def _judged(x: NDArray[Any], w: NDArray[Any], y: NDArray[Any]) -> dict[str, Any]:
+    exact = x.astype(np.float64) @ w.astype(np.float64).T
+    dense = (x.astype(np.float32) @ w.astype(np.float16).astype(np.float32).T).astype(np.float16)
+
+    def error_of(y: NDArray[Any]) -> float:
+        return float(np.sqrt(np.square(y.astype(np.float64) - exact).mean() / np.square(exact).mean()))
+
+    error, allowed = error_of(y), 2 * error_of(dense)
+    return {"error": error, "allowed": allowed, "verdict": "right" if error <= allowed else "wrong"}
+
+
+def _multiplier(name: str) -> Callable[[NDArray[Any], QuantizedTensor], NDArray[Any]]:
+    """How a backend multiplies NumPy's arrays."""
+
+    def through_mlx(x: NDArray[Any], q: QuantizedTensor) -> NDArray[Any]:
+        import mlx.core as mx
+
+        return np.array(quantized_linear(mx.array(x), q, backend=name))
+
+    def through_torch(x: NDArray[Any], q: QuantizedTensor) -> NDArray[Any]:
+        import torch
+
+        device = "mps" if name == "mps" else "cuda"
+        return np.asarray(quantized_linear(torch.from_numpy(x).to(device), q, backend=name).cpu().numpy())
+
+    def through_numpy(x: NDArray[Any], q: QuantizedTensor) -> NDArray[Any]:
+        return np.asarray(quantized_linear(x, q, backend=name))
+
+    return {"metal": through_mlx, "mps": through_torch, "cuda": through_torch}.get(name, through_numpy)
+
+
+def times() -> Iterator[dict[str, Any]]:
+    """Our matmuls on an Apple GPU beside MLX's with 4 bits in groups of 32: the best of several, in microseconds."""
+    import mlx.core as mx
+
+    n, k = TIMED
+    w = np.random.default_rng(0).standard_normal(TIMED).astype(np.float32)
+    packed, scales, biases = mx.quantize(mx.array(w).astype(mx.float16), group_size=32, bits=4)
+    for format in ("q4_0", "q4_k", "mxfp4", "fp4", "q8_0"):
+        q = quantize(w, format, method="rtn")
+        for rows in TIMED_ROWS:
+            x = mx.random.normal((rows, k)).astype(mx.float16)
+            ours = _best(partial(quantized_linear, x, q, backend="metal"))
+            plain = partial(mx.quantized_matmul, transpose=True, group_size=32, bits=4)
+            theirs = _best(partial(plain, x, packed, scales, biases))
+            yield {"format": format, "rows": rows, "ours": round(ours, 1), "mlx": round(theirs, 1), "shape": [n, k]}
+
+
+def _best(call: Callable[[], Any]) -> float:
+    """Microseconds of a call, several of which are evaluated at once."""
+    import mlx.core as mx
+
+    best = np.inf
+    for _ in range(5):
+        start = time.perf_counter()
+        mx.eval([call() for _ in range(REPEATS)])
+        best = min(best, (time.perf_counter() - start) / REPEATS)
+    return 1e6 * float(best)
+
+
+def answers(path: str, names: list[str]) -> Iterator[dict[str, Any]]:
+    """Logits and an answer of a model on each device, beside the CPU's exact ones."""
+    from billfish.llm.model import load
+
+    devices = ["cpu", *(name for name in names if name in ("cuda", "metal", "metal-emulator"))]
+    exact = None
+    for device in devices:
+        record: dict[str, Any] = {"device": device}
+        try:
+            model = load(path, device=device)
+            tokens = model.tokenize(PROMPT)
+            logits = model.logits(tokens, activations="exact" if device == "cpu" else None)
+            start = time.perf_counter()
+            answer = model.generate(PROMPT, max_tokens=ANSWER, temperature=0)
+            record["tokens_per_second"] = round(len(answer.tokens) / (time.perf_counter() - start), 1)
+        except Exception as problem:
+            yield record | {"verdict": f"{type(problem).__name__}: {problem}"}
+            continue
+        exact = logits if exact is None else exact
+        error = float(np.median(np.abs(logits - exact).max(axis=1) / np.abs(exact).max()))
+        verdict = "right" if error <= 1e-2 else "wrong"  # float16 between matmuls
+        yield record | {"error": error, "verdict": verdict, "text": answer.text.strip().replace("\n", " ")}
+
+
+def _followed(records: Iterator[dict[str, Any]], what: str) -> list[dict[str, Any]]:
+    """All records; a terminal shows how many there are meanwhile."""
+    made = []
+    for record in records:
+        made.append(record)
+        if sys.stderr.isatty():
+            print(f"\r{what}: {len(made)}", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    return made
+
+
+def _print(title: str, records: list[dict[str, Any]], columns: tuple[str, ...], *, wrong_alone: bool = False) -> None:
+    """A table; of many records that are right, only their number."""
+    shown = [r for r in records if not wrong_alone or r["verdict"] != "right"]
+    right = len(records) - len(shown)
+    if right:
+        largest = max(r["error"] / r["allowed"] for r in records if r["verdict"] == "right")
+        print(f"{title}: {right} right; the largest error is {largest:.2f} of the allowed one.")
+    if shown:
+        print(f"{title}:")
+        rows = [[_cell(record.get(column, "")) for column in columns] for record in shown]
+        print_table([list(columns), *rows], sys.stdout, left=2)
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.1e}" if isinstance(value, float) and value < 0.1 else str(value)
+    return next(iter(text.splitlines()), "")

@@ -1,0 +1,227 @@
+"""The decoder on an Apple GPU: the description of a model as a graph of MLX's operations and our kernels.
+
+    residual stream and recurrent states float32, keys and values float16, inputs and outputs of matmuls float16, or
+    float32 where activations are "exact"
+
+Rows of all sequences share the matmuls. Attention and recurrent mixers go sequence by sequence (metal_parts.py).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import RLock
+from typing import NamedTuple, cast
+
+import mlx.core as mx
+import numpy as np
+
+from billfish.backends import BACKENDS
+from billfish.backends.metal import EmulatorBackend, MetalBackend
+from billfish.core.errors import DataError, ModelError, bad_argument, failure
+from billfish.core.typing import Activations
+from billfish.llm.decoder_base import Decoder, Passage
+from billfish.llm.kv_cache import Cache, Floats
+from billfish.llm.metal_cache import MetalCache
+from billfish.llm.metal_parts import MetalBlock, Parts, Pass, Residual, Span
+from billfish.llm.metal_sampler import next_tokens
+from billfish.llm.model_weights import ModelTensors
+from billfish.llm.recurrent_checkpoints import places
+from billfish.llm.sampler import Sampler
+
+CHUNK = 512  # rows of a prompt at once
+
+
+class Ahead(NamedTuple):
+    """A decode step that was submitted before anybody asked for it, and what has to be asked for."""
+
+    cache: weakref.ref[MetalCache]
+    position: int
+    token: mx.array
+    span: Span
+    hidden: mx.array
+
+
+class MetalDecoder(Decoder):
+    """All layers on an Apple GPU; or in the emulator, which is slow and runs anywhere."""
+
+    usual, exact = None, "exact"
+    cache_types, cache_type = ("float16", "float32"), "float16"
+    chunk = CHUNK
+
+    def __init__(self, tensors: ModelTensors, device: str = "metal") -> None:
+        super().__init__(tensors)
+        backend = BACKENDS[device]
+        assert isinstance(backend, (MetalBackend, EmulatorBackend))
+        self.device, self._backend, self._lock = device, backend, RLock()
+        self._ahead: Ahead | None = None
+
+    def pack(self, under_way: Callable[[], object]) -> None:
+        under_way()
+        c = self.config
+        parts = self._parts = Parts(self.tensors, self._backend.kernels)
+        self._embedding, self._head = parts.packer.table(c.embedding), parts.packer.linear(c.head)
+        self._last_norm = mx.array(self.last_norm / np.float32(c.logit_scale))
+        if c.per_layer_embedding is not None:
+            self._layer_table = parts.packer.table(c.per_layer_embedding.embedding)
+            self._layer_projection = parts.packer.linear(c.per_layer_embedding.projection)
+            self._layer_norm = parts.vector(c.per_layer_embedding.norm)
+        self._blocks = [MetalBlock(parts, block) for block in c.blocks]
+        self.nbytes = parts.packer.nbytes
+
+    @property
+    def kernels(self) -> str:
+        name = "Apple GPU" if self.device == "metal" else "emulator of an Apple GPU"
+        return f"{name} ({', '.join(sorted(self.tensors.kinds))})"
+
+    def cache(self, capacity: int = 256) -> MetalCache:
+        return MetalCache(self.config, capacity, self.cache_type)
+
+    def check_activations(self, call: str, activations: str | None, usual: Activations | None) -> Activations | None:
+        if activations in (None, "exact"):
+            return usual if activations is None else "exact"
+        expected = f"'exact' (float32), or none for float16, on {self.device}"
+        raise DataError(bad_argument(call, "activations", repr(activations), expected))
+
+    # ---- computing ---------------------------------------------------------------------------------------------------
+
+    def run(self, passages: Sequence[Passage], activations: Activations | None) -> Floats:
+        with self._working(passages, activations):
+            return np.array(self._feed(passages))
+
+    def logits(self, hidden: Floats, activations: Activations | None) -> Floats:
+        self.check_hidden(hidden)
+        with self._lock:
+            return np.array(self._logits(mx.array(hidden)))
+
+    def choose(
+        self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
+    ) -> list[int]:
+        with self._working(passages, activations):
+            on_host = any(sampler.needs_scores for sampler in samplers)
+            alone = len(passages) == len(samplers) == 1 and not on_host
+            last = self._take_ahead(passages[0]) if alone else None
+            if last is None:
+                last = self._last_rows(passages)
+            if not samplers:
+                return []
+            logits = self._logits(last[: len(samplers)])
+            if on_host:
+                return [sampler.choose(row) for sampler, row in zip(samplers, np.array(logits), strict=True)]
+            chosen = next_tokens(logits, samplers)
+            for sampler in samplers:
+                sampler.move_on()
+            if alone:
+                self._begin_next(passages[0][0], chosen)
+            return [int(token) for token in np.array(chosen)]
+
+    def _last_rows(self, passages: Sequence[Passage]) -> mx.array:
+        """The hidden state behind the last token of each passage."""
+        last: dict[int, mx.array] = {}
+        for start in range(0, max(len(tokens) for _, tokens in passages), self.chunk):
+            parts = {i: (cache, some[start : start + self.chunk]) for i, (cache, some) in enumerate(passages)}
+            parts = {i: part for i, part in parts.items() if part[1]}
+            hidden = self._feed(list(parts.values()))
+            ends = np.cumsum([len(tokens) for _, tokens in parts.values()])
+            last |= {i: hidden[int(end) - 1] for i, end in zip(parts, ends, strict=True)}
+        return mx.stack([last[i] for i in range(len(passages))])
+
+    @contextmanager
+    def _working(self, passages: Sequence[Passage], activations: Activations | None) -> Iterator[None]:
+        """The decoder and all caches are this thread's."""
+        for _, tokens in passages:
+            self.check_tokens("llm.run", "tokens", tokens)
+        with self._locked(passages), self._lock:
+            wanted = mx.float32 if activations == "exact" else mx.float16
+            if self._parts.type != wanted:
+                self._parts.type, self._ahead = wanted, None
+            for cache, tokens in passages:
+                positions, context = len(cache.tokens) + len(tokens), self.config.context
+                if positions > context:
+                    problem = f"tokens and cache hold {positions} tokens; the model's context is {context}"
+                    raise ModelError(failure("llm.run", problem))
+            yield
+
+    def _feed(self, passages: Sequence[Passage]) -> mx.array:
+        """Hidden states of all tokens, which the caches hold then."""
+        self._ahead = None
+        spans, row = [], 0
+        for cache, tokens in passages:
+            spans.append(self._span(cast("MetalCache", cache), row, len(tokens), tokens))
+            row += len(tokens)
+        hidden = self._forward(mx.array([token for _, tokens in passages for token in tokens], mx.uint32), spans)
+        self._finish(hidden, spans, [tokens for _, tokens in passages])
+        return hidden
+
+    def _span(self, cache: MetalCache, row: int, count: int, tokens: list[int]) -> Span:
+        start = len(cache.tokens)
+        kept = places(start, count, self.ends_in(start, tokens)) if cache.is_recurrent else []
+        cuts = tuple(sorted({count, *(place - start for place in kept)}))
+        return Span(cache, row, start, count, cache.begin_pass(start), cuts, tuple({} for _ in cuts))
+
+    def _finish(self, hidden: mx.array, spans: list[Span], tokens: Sequence[list[int]]) -> None:
+        """Compute what a pass has described, and let the caches hold it."""
+        try:
+            mx.eval(
+                hidden,
+                [span.after for span in spans],
+                [[held.both for held in span.cache.keys.values()] for span in spans],
+            )
+        except BaseException:
+            for span in spans:
+                span.cache.reset()  # keys may be half-written
+            raise
+        for span, own in zip(spans, tokens, strict=True):
+            span.cache.take(own, span.cuts, span.after, set(self.ends_in(span.start, own)))
+
+    # ---- one step ahead ----------------------------------------------------------------------------------------------
+
+    def _begin_next(self, cache: Cache, chosen: mx.array) -> None:
+        """Submit the next step before its token is read. Keys that nobody asks for later are overwritten."""
+        assert isinstance(cache, MetalCache)
+        if len(cache.tokens) < self.config.context:
+            span = self._span(cache, 0, 1, [])
+            hidden = self._forward(chosen, [span])
+            mx.async_eval(hidden)  # type: ignore[no-untyped-call]
+            self._ahead = Ahead(weakref.ref(cache), span.start, chosen, span, hidden)
+
+    def _take_ahead(self, passage: Passage) -> mx.array | None:
+        """The hidden state of the step that was submitted, if it is the one that is asked for."""
+        (cache, tokens), ahead = passage, self._ahead
+        self._ahead = None
+        if ahead is None or ahead.cache() is not cache or ahead.position != len(cache.tokens):
+            return None
+        if len(tokens) != 1 or int(np.array(ahead.token)[0]) != tokens[0]:
+            return None
+        self._finish(ahead.hidden, [ahead.span], [tokens])
+        return ahead.hidden
+
+    # ---- the model ---------------------------------------------------------------------------------------------------
+
+    def _forward(self, tokens: mx.array, spans: list[Span]) -> mx.array:
+        """The residual stream float32 [rows, hidden] behind all layers."""
+        x = self._parts.packer.rows(self._embedding, tokens) * self.config.embedding_scale
+        inputs = self._layer_inputs(tokens, x)
+        stream, step = Residual(self._parts, x), Pass(spans)
+        for layer, block in enumerate(self._blocks):
+            block(stream, step, layer, None if inputs is None else inputs[:, layer])
+        return stream.value()
+
+    def _layer_inputs(self, tokens: mx.array, x: mx.array) -> mx.array | None:
+        """What layers take beside the residual stream, [rows, layers, size]: see description.PerLayerEmbedding."""
+        about = self.config.per_layer_embedding
+        if about is None:
+            return None
+        shape = (len(x), self.config.layers, about.size)
+        own = self._parts.packer.rows(self._layer_table, tokens).reshape(shape) * about.scale
+        projected = (
+            self._layer_projection(self._parts.rounded(x)).astype(mx.float32).reshape(shape) * about.projection_scale
+        )
+        return (self._parts.norm(projected, self._layer_norm) + own) * math.sqrt(0.5)
+
+    def _logits(self, x: mx.array) -> mx.array:
+        scores = self._head(self._parts.norm(x, self._last_norm))
+        cap = self.config.logit_cap
+        return cap * mx.tanh(scores / cap) if cap else scores

@@ -1,0 +1,218 @@
+"""Models with recurrent layers on a GPU, or on a fake one: checkpoints, steps ahead, interruptions."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+from cuda_numpy import NumpyGpu
+from llm_architectures import RECURRENT, write_model
+
+from billfish.backends.cuda.driver import device
+from billfish.core.errors import BackendUnavailable, ModelError
+from billfish.llm import cuda_states, load
+from billfish.llm.cuda_states import SequenceStates, StatePool
+from billfish.llm.sampler import Sampling
+
+ONE_OF_EACH = pytest.mark.parametrize("name", ["qwen35", "lfm2", "granitehybrid"])
+TEXT = [3 + (11 * i * i + 5 * i) % 64 for i in range(300)]
+
+
+def has_gpu() -> bool:
+    try:
+        device()
+    except BackendUnavailable:
+        return False
+    return True
+
+
+@pytest.fixture
+def gpu(monkeypatch, request):
+    """None where there is a real one."""
+    if has_gpu():
+        yield None
+        return
+    fake = NumpyGpu(monkeypatch)
+    yield fake
+    request.node.funcargs.clear()  # pytest's own references
+    gc.collect()
+    assert not fake.live
+    monkeypatch.undo()
+    fake.forget()
+
+
+@pytest.fixture
+def model(gpu, name, tmp_path):
+    write_model(tmp_path, name, max_position_embeddings=512)
+    made = load(tmp_path, device="cuda")
+    made.decoder.chunk = 64
+    return made
+
+
+def next_token(model, text: list[int]) -> int:
+    """By a cache of its own."""
+    return model.decoder.go_on(model.cache(), text, Sampling().sampler(), None)[0]
+
+
+def logits(model, cache, tokens: list[int]) -> np.ndarray:
+    return model.decoder.logits(model.decoder.run([(cache, tokens)], None)[-1:], None)[0]
+
+
+def close(a: np.ndarray, b: np.ndarray) -> bool:
+    return bool(np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b))
+
+
+@pytest.mark.skipif(not has_gpu(), reason="test_cuda_models.py has it on a fake GPU")
+@pytest.mark.parametrize("name", RECURRENT)
+def test_logits_are_the_cpus(name, tmp_path):
+    """A prompt whole and in pieces, then token by token."""
+    write_model(tmp_path, name, max_position_embeddings=512)
+    expected = load(tmp_path, device="cpu").logits(TEXT, activations="exact")
+    model, cache = load(tmp_path, device="cuda"), None
+
+    def check(made: np.ndarray, wanted: np.ndarray) -> None:
+        errors = np.linalg.norm(made - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+        assert np.median(errors) < 1e-2, errors  # of an expert's router, a score may tie with another
+
+    check(model.logits(TEXT), expected)
+    cache, made = model.cache(), []
+    for start, end in ((0, 70), (70, 199), (199, 200), (200, 201), (201, 290)):
+        made.append(model.decoder.logits(model.decoder.run([(cache, TEXT[start:end])], None), None))
+    check(np.concatenate(made), expected[:290])
+    sampler = Sampling().sampler()
+    for i in range(290, 299):
+        [token] = model.decoder.choose([(cache, [TEXT[i]])], [sampler], None)
+        assert expected[i][token] >= expected[i].max() - 0.1 * expected[i].std()
+
+
+@ONE_OF_EACH
+def test_a_prompt_with_a_known_beginning_goes_on_from_a_checkpoint(model, name):
+    cache, sampler = model.cache(), Sampling().sampler()
+    model.decoder.go_on(cache, TEXT[:150], sampler, None)
+    other = [*TEXT[:140], 7, 8, 9]
+    token, there = model.decoder.go_on(cache, other, sampler, None)
+    assert there == 128
+    assert token == next_token(model, other)
+    assert cache.tokens == other
+    assert cache.rollback(63) == 0
+    assert model.decoder.go_on(cache, TEXT[:70], sampler, None) == (next_token(model, TEXT[:70]), 0)
+
+
+@ONE_OF_EACH
+def test_a_copy_begins_at_a_checkpoint_or_where_the_other_is(model, name):
+    cache = model.cache()
+    logits(model, cache, TEXT[:100])
+    copied, begun = cache.copy(), model.cache()
+    begun.begin_as(cache, cache.restorable(99))
+    assert (len(copied.tokens), len(begun.tokens)) == (100, 64)
+    expected = logits(model, cache, [5])
+    assert close(logits(model, copied, [5]), expected)
+    assert close(logits(model, begun, [*TEXT[64:100], 5]), expected)
+
+
+@ONE_OF_EACH
+def test_a_step_ahead_that_nobody_asks_for_is_undone(model, name):
+    """Each token that is fed is another than the one that was chosen, so every step ahead was wrong."""
+    cache, sampler, text = model.cache(), Sampling().sampler(), TEXT[:61]
+    model.decoder.go_on(cache, text, sampler, None)
+    for i in range(4):  # across a checkpoint
+        fed = TEXT[200 + i]
+        model.decoder.choose([(cache, [fed])], [sampler], None)
+        text = [*text, fed]
+    fresh = model.cache()
+    expected = logits(model, fresh, [*text, 9])
+    assert cache.tokens == text
+    assert cache.restorable(len(text)) == len(text)
+    assert close(logits(model, cache, [9]), expected)
+
+
+@ONE_OF_EACH
+def test_answers_alone_and_in_turns_are_the_same(model, name):
+    """Steps ahead are taken when one answer is alone, and not when two take turns with one cache."""
+    prompts = [TEXT[:10], TEXT[5:16]]
+    alone = [list(model.generate(prompt, max_tokens=12)) for prompt in prompts]
+    shared = model.cache()
+    turns = [model.stream(prompt, max_tokens=12, cache=shared) for prompt in prompts]
+    pieces: list[list[str]] = [[], []]
+    for _ in range(13):
+        for i, answer in enumerate(turns):
+            pieces[i] += [piece for piece in [next(answer, "")] if piece]
+    assert ["".join(each) for each in pieces] == ["".join(each) for each in alone]
+
+
+@pytest.mark.parametrize("name", ["qwen35"])
+def test_an_interrupted_step_goes_on_from_a_checkpoint(gpu, model, name):
+    if gpu is None:
+        pytest.skip("a real GPU is not interrupted")
+    cache, sampler = model.cache(), Sampling().sampler()
+    model.decoder.go_on(cache, TEXT[:80], sampler, None)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    gpu.recurrence = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        model.decoder.choose([(cache, [5])], [sampler], None)
+    del gpu.recurrence
+    assert cache.tokens == TEXT[:80]
+    with pytest.raises(ModelError, match="recurrent state"):
+        model.decoder.choose([(cache, [5])], [sampler], None)
+    assert model.decoder.go_on(cache, [*TEXT[:80], 5], sampler, None) == (next_token(model, [*TEXT[:80], 5]), 64)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+class Pool(StatePool):
+    """Without a device."""
+
+    def __init__(self, nbytes: int, most: int = 100) -> None:
+        self.nbytes, self.most_checkpoints, self.checkpoints, self.taken = nbytes, most, 0, 0
+
+    def take(self):
+        self.taken += 1
+        return type("Memory", (), {"pointer": self.taken})()
+
+    def give(self, buffer) -> None:
+        self.taken -= 1
+
+
+class States(SequenceStates):
+    """That copies nothing."""
+
+    def _copy(self, to: int, source: int) -> None:
+        pass
+
+    def _restore(self, source: SequenceStates, position: int) -> None:
+        self.position = position
+
+
+def test_checkpoints_stay_within_their_budget():
+    """As the CPU's: four fit in 256 MiB beside each other, those of message ends and the last position's."""
+    pool = Pool(1 << 26)
+    states = States(pool)
+    for start in range(0, 1280, 64):
+        states.prepare(start, 64, [start + 10] if start in (128, 640) else [])
+        states.done(start + 64)
+    assert len(states.checkpoints) == 4
+    assert [states.restorable(n) for n in (100, 200, 649, 700, 1280)] == [0, 138, 138, 650, 1280]
+    other = States(pool)
+    other.copy(states, 650)
+    assert [each.position for each in other.checkpoints] == [138, 650]
+    assert pool.taken == 6  # two sequences, and checkpoints that they share
+    del states
+    gc.collect()
+    assert pool.taken == 3
+
+
+def test_checkpoints_of_all_sequences_stay_within_a_share_of_memory():
+    pool = Pool(1000, most=3)
+    sequences = [States(pool) for _ in range(3)]
+    for states in sequences:
+        states.prepare(0, 200)
+        states.done(200)
+    assert pool.checkpoints == 3
+    assert [[each.position for each in states.checkpoints] for states in sequences] == [[64, 128, 192], [], []]
+    assert sequences[1].restorable(199) == 0
+    assert cuda_states.CHECKPOINT_SHARE > 1

@@ -1,0 +1,163 @@
+"""Drafting: the same answer to the bit, whatever is drafted; and how many tokens are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from llm_architectures import MODELS, TOKENS, write_model
+from llm_models import Small
+from llm_models import write_model as write_gguf
+
+import billfish as bf
+from billfish.core.format import FORMATS
+from billfish.llm import load
+from billfish.llm.drafting.drafter import MOST_DRAFTED, Controller, Drafter
+from billfish.llm.drafting.ngram import NgramDrafter
+from billfish.llm.generation import Generation
+from billfish.llm.sampler import Sampling
+
+
+class Oracle(Drafter):
+    """Knows an answer, and lies about every `wrong`-th token."""
+
+    def __init__(self, prompt: list[int], answer: list[int], wrong: int) -> None:
+        self._all, self._prompt, self._wrong = [*prompt, *answer], len(prompt), wrong
+
+    def draft(self, sequence, most):
+        at = len(sequence)
+        drafted = self._all[at : at + most]
+        return [t if (at + i) % self._wrong else (t + 1) % 40 for i, t in enumerate(drafted)]
+
+
+class Always(Controller):
+    """Drafts as many tokens as it may."""
+
+    def length(self) -> int:
+        return self.most
+
+
+def answer(model, prompt, drafter, monkeypatch, *, activations, **how):
+    """An answer with drafts in every step."""
+    monkeypatch.setattr("billfish.llm.generation.Controller", Always)
+    most = how.pop("max_tokens", 24)
+    return Generation(
+        model.decoder, model.tokenizer, prompt, most, Sampling(**how), activations, drafter=drafter
+    ).finish()
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory):
+    folder, made = tmp_path_factory.mktemp("models"), {}
+
+    def model(name: str, format: str | None = None):
+        if (name, format) not in made:
+            if not (folder / name).exists():
+                write_model(folder / name, name)
+            how = {"quantize": format, "method": "rtn"} if format else {}
+            made[name, format] = load(folder / name, device="cpu", **how)
+        return made[name, format]
+
+    return model
+
+
+QUICK = ("llama3", "gpt-oss", "qwen35")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in MODELS])
+@pytest.mark.parametrize("activations", ["exact", "q16", "q8"])
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}])
+def test_the_answer_is_the_same(model_of, name, activations, how, monkeypatch):
+    """Right drafts, wrong ones, and both in a step."""
+    model = model_of(name, "q4_0")
+    prompt = TOKENS[:11]
+    plain = answer(model, prompt, None, monkeypatch, activations=activations, **how)
+    for wrong in (1, 3, 1000):
+        drafted = answer(
+            model, prompt, Oracle(prompt, plain.tokens, wrong), monkeypatch, activations=activations, **how
+        )
+        assert drafted.tokens == plain.tokens, wrong
+        assert drafted.text == plain.text
+        assert drafted.finish_reason == plain.finish_reason
+    if model.decoder.rows_alike(activations) > 1:
+        assert drafted.drafts.accepted == drafted.drafts.drafted > 0
+        assert drafted.drafts.steps < len(plain.tokens) - 1
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("activations", ["q16", "q8"])
+def test_logits_have_the_same_bits_beside_drafted_rows(model_of, format, activations):
+    model = model_of("llama3", format)
+    rows, text = model.decoder.rows_alike(activations), TOKENS[:20]
+    alone = model.cache()
+    model.decoder.run([(alone, text)], activations)
+    expected = [model.decoder.scores([(alone, [t])], [1], activations)[0][0] for t in TOKENS[20 : 20 + rows]]
+    cache = model.cache()
+    model.decoder.run([(cache, text)], activations)
+    [together] = model.decoder.scores([(cache, TOKENS[20 : 20 + rows])], [rows], activations)
+    assert np.array_equal(together, np.stack(expected))
+
+
+def test_logprobs_penalties_and_ends_are_the_same(model_of, monkeypatch):
+    model, prompt = model_of("llama3", "q4_0"), TOKENS[:11]
+    how = {"activations": "q16", "temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5}
+    plain = answer(model, prompt, None, monkeypatch, **how)
+    drafted = answer(model, prompt, Oracle(prompt, plain.tokens, 4), monkeypatch, **how)
+    assert drafted.tokens == plain.tokens
+    for most in range(1, 9):  # an answer may end anywhere in a draft
+        short = answer(model, prompt, Oracle(prompt, plain.tokens, 1000), monkeypatch, max_tokens=most, **how)
+        assert short.tokens == plain.tokens[:most]
+
+
+def test_a_cache_goes_on_behind_a_drafted_answer(model_of, monkeypatch):
+    model, prompt = model_of("qwen35", "q4_0"), TOKENS[:11]
+    cache = model.cache()
+    first = model.generate(prompt, max_tokens=12, draft="ngram", cache=cache)
+    more = [*prompt, *first.tokens, 5, 6]
+    assert model.generate(more, max_tokens=6, cache=cache).tokens == model.generate(more, max_tokens=6).tokens
+
+
+def test_a_draft_model(model_of):
+    model, small = model_of("llama3", "q8_0"), model_of("llama3", "q4_0")
+    plain = model.generate(TOKENS[:9], max_tokens=16)
+    drafted = model.generate(TOKENS[:9], max_tokens=16, draft=small)
+    assert drafted.tokens == plain.tokens
+    assert drafted.drafts.drafted > 0
+
+
+def test_a_draft_model_with_another_vocabulary(model_of, tmp_path):
+    write_gguf(tmp_path / "other.gguf", Small())
+    other = load(tmp_path / "other.gguf", device="cpu")
+    with pytest.raises(bf.DataError, match=r"draft model.*vocabulary"):
+        model_of("llama3", "q4_0").generate(TOKENS[:4], draft=other)
+
+
+@pytest.mark.parametrize("draft", ["mtp2", 5])
+def test_a_drafter_that_is_none(model_of, draft):
+    with pytest.raises(bf.DataError, match=r"draft.*ngram"):
+        model_of("llama3", "q4_0").generate(TOKENS[:4], draft=draft)
+
+
+# ---- what is drafted -------------------------------------------------------------------------------------------------
+
+
+def test_ngrams_are_found_where_they_came_last():
+    drafter = NgramDrafter()
+    text = [1, 2, 3, 4, 9, 1, 2, 3, 5, 6, 7, 1, 2, 3]
+    assert drafter.draft(text, 3) == [5, 6, 7]
+    assert drafter.draft([*text, 4], 2) == [9, 1]  # four tokens in a row go before three
+    assert drafter.draft([8, 8], 4) == []
+    assert drafter.draft([1, 2, 1, 2], 4) == [1, 2]  # no more than there is
+
+
+def test_the_controller_drafts_what_pays():
+    good, bad = Controller(), Controller()
+    for _ in range(60):
+        good.note(good.length(), good.length(), 0.01 + 0.001 * good.length())
+        length = bad.length()
+        bad.note(length, 0, 0.01 + 0.004 * length)
+    assert good.length() == MOST_DRAFTED
+    assert sum(bad.length() for _ in range(48)) <= 2  # now and then one token is tried
+
+
+def test_a_controller_of_one_row_drafts_nothing():
+    assert Controller(0).length() == 0

@@ -1,0 +1,146 @@
+"""The decoder of Apple GPUs, executed by MLX on the CPU with our kernels in the emulator, against the CPU's decoder."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+from llm_architectures import MODELS, TOKENS, write_model
+
+import billfish as bf
+from billfish.llm import load
+from billfish.llm.sampler import Sampling, choose_token
+
+mx = pytest.importorskip("mlx.core")
+from billfish.llm.metal_cache import KeysAndValues  # noqa: E402
+from billfish.llm.metal_sampler import next_tokens  # noqa: E402
+
+QUICK = ("gpt-oss", "gemma4", "qwen35")  # windows, sinks, experts; shared keys, inputs per layer; a delta net
+SOME = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in MODELS]
+pytestmark = [pytest.mark.torch, pytest.mark.compile]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A small model on the CPU and in the emulator, loaded once."""
+    folder, made = tmp_path_factory.mktemp("models"), {}
+
+    def pair_of(name: str, format: str | None = "q4_0"):
+        if (name, format) not in made:
+            if not (folder / name).exists():
+                write_model(folder / name, name)
+            how = {"quantize": format, "method": "rtn"} if format else {}
+            made[name, format] = tuple(load(folder / name, device=d, **how) for d in ("cpu", "metal-emulator"))
+        return made[name, format]
+
+    return pair_of
+
+
+def error(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Of each row, beside the largest logit."""
+    return np.abs(actual - expected).max(axis=1) / np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_logits_are_those_of_the_cpu(pair, name):
+    """In float32 to rounding. In float16 a row in the middle is close: few rows choose another expert."""
+    cpu, metal = pair(name)
+    metal.decoder.set_cache_type("float32")
+    expected = cpu.logits(TOKENS)
+    assert error(metal.logits(TOKENS), expected).max() <= 2e-5
+    metal.decoder.set_cache_type("float16")
+    hidden = metal.decoder.run([(metal.cache(), TOKENS)], None)
+    assert np.median(error(metal.decoder.logits(hidden, None), expected)) <= 1e-2
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_any_pieces_and_any_batch_give_the_same_logits(pair, name):
+    _, metal = pair(name)
+    metal.decoder.set_cache_type("float32")
+    expected = metal.logits(TOKENS)
+    cuts = [0, 5, 6, 23, len(TOKENS)]
+    cache = metal.cache()
+    pieces = [metal.decoder.run([(cache, TOKENS[a:b])], "exact") for a, b in itertools.pairwise(cuts)]
+    assert error(metal.decoder.logits(np.concatenate(pieces), "exact"), expected).max() <= 2e-5
+    lengths = (3, 17, 30)
+    caches = [metal.cache() for _ in lengths]
+    metal.decoder.run([(c, TOKENS[: n - 1]) for c, n in zip(caches, lengths, strict=True)], "exact")
+    rows = metal.decoder.run([(c, [TOKENS[n - 1]]) for c, n in zip(caches, lengths, strict=True)], "exact")
+    wanted = expected[[n - 1 for n in lengths]]
+    assert error(metal.decoder.logits(rows, "exact"), wanted).max() <= 2e-5
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_sequence_goes_back(pair, name, monkeypatch):
+    """A cache that is cut back, or copied, goes on as a new one does."""
+    monkeypatch.setattr("billfish.llm.recurrent_checkpoints.EVERY", 8)
+    _, metal = pair(name)
+    metal.decoder.set_cache_type("float32")
+    expected = metal.logits(TOKENS[:20])[-1:]
+    cache = metal.cache()
+    metal.decoder.run([(cache, [*TOKENS[:17], 3, 4, 5])], "exact")
+    copied = cache.copy()
+    for each in (cache, copied):
+        kept = each.rollback(17)
+        assert kept in (16, 17)  # a recurrent state goes back to a checkpoint
+        rows = metal.decoder.run([(each, TOKENS[kept:20])], "exact")
+        assert error(metal.decoder.logits(rows[-1:], "exact"), expected).max() <= 2e-5
+        assert each.tokens == TOKENS[:20]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_greedy_tokens_are_the_cpus(pair, name):
+    """One step is always submitted before it is asked for."""
+    cpu, metal = pair(name)
+    metal.decoder.set_cache_type("float32")
+    how = {"max_tokens": 8, "activations": "exact", "temperature": 0}
+    assert metal.generate(TOKENS[:9], **how).tokens == cpu.generate(TOKENS[:9], **how).tokens
+    together = metal.generate_batch([TOKENS[:9], TOKENS[:3]], **how)
+    assert together == cpu.generate_batch([TOKENS[:9], TOKENS[:3]], **how)
+
+
+def test_a_step_ahead_is_not_taken_for_another_text(pair):
+    _, metal = pair("qwen35")
+    how = {"max_tokens": 6, "temperature": 0}
+    cache = metal.cache()
+    first = metal.generate(TOKENS[:9], cache=cache, **how).tokens
+    assert metal.generate(TOKENS[:12], cache=cache, **how).tokens == metal.generate(TOKENS[:12], **how).tokens
+    assert metal.generate(TOKENS[:9], cache=cache, **how).tokens == first
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 20, "top_p": 0.5}, {"temperature": 0.3}, {"temperature": 0}]
+)
+def test_sampling_is_the_cpus(how):
+    logits = np.random.default_rng(0).normal(size=(40, 300)).astype(np.float32)
+    logits[:, 7] = logits[:, 9]  # of equal tokens, the first is kept
+    samplers = [Sampling(**{"temperature": 1.1, "seed": seed, **how}).sampler() for seed in range(len(logits))]
+    expected = [choose_token(row, s.how, s.peek()) for row, s in zip(logits, samplers, strict=True)]
+    assert np.array(next_tokens(mx.array(logits), samplers)).tolist() == expected
+
+
+def test_a_window_does_not_grow():
+    """What no later token sees is let go, in steps."""
+    held, window = KeysAndValues(mx.zeros((2, 1, 0, 4))), 100
+    for position in range(1500):
+        held = held.with_rows(position, mx.full((2, 1, 1, 4), float(position)), window)
+    keys, _ = held.seen(1500, 1, window)
+    assert np.array_equal(np.array(keys)[0, 0, :, 0], np.arange(1400, 1500))
+    assert held.both.shape[2] <= window + 2 * 256
+    assert held.holds(1500, window)
+    assert not held.holds(1000, window)
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="has Metal")
+def test_a_machine_without_metal_is_told(pair, tmp_path):
+    write_model(tmp_path, "llama3")
+    with pytest.raises(bf.BackendUnavailable, match=r"metal.*macOS"):
+        load(tmp_path, device="metal")
+
+
+def test_activations_that_there_are_not(pair):
+    _, metal = pair("qwen35")
+    with pytest.raises(bf.DataError, match=r"activations.*q8.*exact"):
+        metal.generate(TOKENS[:3], activations="q8")

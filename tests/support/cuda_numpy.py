@@ -1,0 +1,242 @@
+"""A fake GPU whose kernels compute, in NumPy: that every launch gets the right memory and the right numbers.
+
+Each function does what the kernel of its name does, in float32, and rounds where the kernel stores. Weights are kept
+as numbers beside their bricks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_fake_gpu import FakeGpu
+from cuda_numpy_mixture import MixtureKernels
+from cuda_numpy_recurrent import RecurrentKernels
+from cuda_views import finite, gated, rms, rows_at, sigmoid, view
+
+import billfish as bf
+from billfish.backends.cuda.device_weights import DeviceWeights
+from billfish.backends.cuda.memory import address
+
+PAGE = 64
+
+
+class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
+    """Computes what the decoder launches. `computed`: the kernels that ran."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        self.weights: dict[int, np.ndarray] = {}
+        self.computed: set[str] = set()
+        for name in ("pack", "pack_plain"):
+            monkeypatch.setattr(DeviceWeights, name, classmethod(self._remembering(getattr(DeviceWeights, name))))
+        self.remember_experts(monkeypatch)
+
+    def _remembering(self, pack: Any) -> Any:
+        def remember(cls: type, tensor: Any, place: str) -> DeviceWeights:
+            weights = pack(tensor, place)
+            dense = bf.dequantize(tensor) if isinstance(tensor, bf.QuantizedTensor) else tensor
+            self.weights[address(weights.bricks)] = np.asarray(dense, np.float32)
+            return weights
+
+        return remember
+
+    def launch(self, function: int, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
+        if self.capture is not None:
+            self.capture.append((function, grid, values))
+            return
+        source, macros = self._kernels[function]
+        name = source.removesuffix(".cu")
+        if name in ("pack", "unpack"):
+            return
+        self.computed.add(name)
+        if name.startswith("gemm"):
+            name = "experts" if "EXPERTS" in macros else "gemm"
+        getattr(self, name)(macros, grid, *values)
+
+    # ---- around blocks --------------------------------------------------------------------------------------------
+
+    def embed(
+        self, macros: dict[str, str], grid: tuple[int, ...], bricks: int, _: int, tokens: int, positions: int,
+        frequencies: int, magnitudes: int, x: int, angles: int, n: int, k: int, pairs: int, scale: float,
+    ) -> None:  # fmt: skip
+        rows = grid[1]
+        at, taken = view(positions, np.int32, rows), view(tokens, np.int32, rows)
+        turned = at[:, None] * view(frequencies, np.float64, pairs)
+        both = np.stack([np.cos(turned), np.sin(turned)], axis=-1) * view(magnitudes, np.float64, pairs)[:, None]
+        view(angles, np.float32, rows, pairs, 2)[:] = both
+        view(x, np.float32, rows, k)[:] = self.weights[bricks][taken] * np.float32(scale)
+
+    def layer_inputs(
+        self, macros: dict[str, str], grid: tuple[int, ...], bricks: int, _: int, tokens: int, projected: int,
+        norm: int, out: int, n: int, k: int, rows: int, epsilon: float, scale: float, projection_scale: float,
+    ) -> None:  # fmt: skip
+        layers, size = grid[0], int(macros["SIZE"])
+        own = view(projected, np.float16, rows, layers, size).astype(np.float32) * np.float32(projection_scale)
+        own = rms(own, epsilon) * view(norm, np.float32, size)
+        table = self.weights[bricks][view(tokens, np.int32, rows)].reshape(rows, layers, size)
+        both = (own + np.float32(scale) * table) * np.float32(0.5**0.5)
+        view(out, np.float16, layers, rows, size)[:] = finite(both).transpose(1, 0, 2)
+
+    def normalize(
+        self, macros: dict[str, str], grid: tuple[int, ...], hidden: int, added: int, weight: int, rows: int, x: int,
+        post: int, epsilon: float, scale: float, output_scale: float,
+    ) -> None:  # fmt: skip
+        count, size = grid[0], int(macros["HIDDEN"])
+        which = view(rows, np.int32, count) if rows else np.arange(count)
+        residual = view(hidden, np.float32, which.max() + 1, size)
+        new = residual[which]
+        if macros["ADD"] == "1":
+            more = view(added, np.float16, which.max() + 1, size)[which].astype(np.float32)
+            if macros["POST"] == "1":
+                more = rms(more, epsilon) * view(post, np.float32, size)
+            new = (new + np.float32(scale) * more) * np.float32(output_scale)
+            residual[which] = new
+        out = rms(new, epsilon) * view(weight, np.float32, size) if macros["NORM"] == "1" else new
+        view(x, np.float16, count, size)[:] = finite(out)
+
+    def gemm(
+        self, macros: dict[str, str], grid: tuple[int, ...], _map: Any, bricks: int, _scale: int, x: int, bias: int,
+        y: int, m: int, n: int, k: int, x_stride: int, *rest: int,
+    ) -> None:  # fmt: skip
+        out = rows_at(x, np.float16, m, k, x_stride).astype(np.float32) @ self.weights[bricks].T
+        if bias:
+            out += view(bias, np.float32, n)
+        if "GATE" in macros:
+            pairs = out.reshape(m, -1, 2, 8)
+            out = gated(macros["GATE"], pairs[:, :, 0].reshape(m, -1), pairs[:, :, 1].reshape(m, -1))
+        if "Y_F32" in macros:
+            view(y, np.float32, *out.shape)[:] = out
+        else:
+            view(y, np.float16, *out.shape)[:] = finite(out)
+
+    def reorder(self, macros: dict[str, str], grid: tuple[int, ...], x: int, order: int, out: int, k: int) -> None:
+        rows = grid[0]
+        view(out, np.float16, rows, k)[:] = view(x, np.float16, rows, k)[:, view(order, np.int32, k)]
+
+    def gate(
+        self, macros: dict[str, str], grid: tuple[int, ...], gates: int, numbers: int, out: int, rows: int,
+        columns: int, stride: int,
+    ) -> None:  # fmt: skip
+        both = (view(each, np.float16, rows, columns).astype(np.float32) for each in (gates, numbers))
+        rows_at(out, np.float16, rows, columns, stride)[:] = finite(gated(macros["GATE"], *both))
+
+    def cap(self, macros: dict[str, str], grid: tuple[int, ...], scores: int, count: int, cap: float) -> None:
+        of_rows = view(scores, np.float32, grid[1], count)
+        of_rows[:] = cap * np.tanh(of_rows / cap)
+
+    def choose(
+        self, macros: dict[str, str], grid: tuple[int, ...], scores: int, vocabulary: int, choices: int, tokens: int,
+        positions: int,
+    ) -> None:  # fmt: skip
+        rows = grid[1]
+        view(tokens, np.int32, rows)[:] = view(scores, np.float32, rows, vocabulary).argmax(axis=1)
+        view(positions, np.int32, rows)[:] += 1
+
+    # ---- attention ------------------------------------------------------------------------------------------------
+
+    def head_scales(
+        self, macros: dict[str, str], grid: tuple[int, ...], q: int, k: int, scales: int, q_stride: int, k_stride: int,
+        q_size: int, k_size: int, epsilon: float,
+    ) -> None:  # fmt: skip
+        rows = grid[0]
+        out = view(scales, np.float32, rows, 2)
+        for i, (at, size, stride) in enumerate(((q, q_size, q_stride), (k, k_size, k_stride))):
+            x = rows_at(at, np.float16, rows, size, stride).astype(np.float32)
+            out[:, i] = 1 / np.sqrt((x * x).mean(axis=1) + np.float32(epsilon))
+
+    def rotate(
+        self, macros: dict[str, str], grid: tuple[int, ...], q: int, k: int, v: int, q_stride: int, k_stride: int,
+        v_stride: int, angles: int, positions: int, texts: int, pages: int, q_norm: int, k_norm: int, head_scales: int,
+        epsilon: float, scale: float, growth: float, growth_length: int, angle_stride: int, heads: int, kv_heads: int,
+        offset: int, pages_of_text: int, rows: int,
+    ) -> None:  # fmt: skip
+        head, pairs, gate = (int(macros[name]) for name in ("HEAD", "PAIRS", "OUTPUT_GATE"))
+        at, whose = view(positions, np.int32, rows), view(texts, np.int32, rows)
+        turned = rows_at(angles, np.float32, rows, 2 * pairs, 2 * angle_stride).reshape(rows, 1, pairs, 2)
+
+        def made(x: np.ndarray, norm: int, column: int) -> np.ndarray:
+            x = x.astype(np.float32)
+            if macros["NORMED"] == "1":
+                x = rms(x, epsilon) * view(norm, np.float32, head)
+            elif macros["NORMED"] == "2":
+                factor = view(head_scales, np.float32, rows, 2)[:, column]
+                x = x * factor[:, None, None] * view(norm, np.float32, *x.shape[1:])
+            if pairs:
+                adjacent = macros["ADJACENT"] == "1"
+                first = np.arange(pairs) * (2 if adjacent else 1)
+                second = first + (1 if adjacent else pairs)
+                a, b, x = x[..., first], x[..., second], x.copy()
+                x[..., first] = a * turned[..., 0] - b * turned[..., 1]
+                x[..., second] = a * turned[..., 1] + b * turned[..., 0]
+            return x
+
+        queries = rows_at(q, np.float16, rows, heads * (1 + gate) * head, q_stride)
+        wanted = (np.arange(heads)[:, None] * (1 + gate) * head + np.arange(head)).ravel()
+        grown = np.float32(scale) * (1 + np.float32(growth) * np.log1p((at // growth_length).astype(np.float32)))
+        new = made(queries[:, wanted].reshape(rows, heads, head), q_norm, 0) * grown[:, None, None]
+        queries[:, wanted] = finite(new).reshape(rows, -1)
+        if grid[0] == heads:
+            return
+        keys, values = (
+            rows_at(each, np.float16, rows, kv_heads * head, stride).reshape(rows, kv_heads, head).astype(np.float32)
+            for each, stride in ((k, k_stride), (v, v_stride))
+        )
+        if macros["VALUES_NORMED"] == "1":
+            values = rms(values, epsilon)
+        keys = made(keys, k_norm, 1)
+        table = view(pages, np.uint64, int(whose.max()) + 1, pages_of_text)
+        for row in range(rows):
+            page = int(table[whose[row], at[row] // PAGE])
+            for i, each in enumerate((keys, values)):
+                tile = self.tile(page, offset, i, kv_heads, head)
+                tile[:, at[row] % PAGE, :] = 0
+                tile[:, at[row] % PAGE, self.places(head, at[row] % PAGE)] = finite(each[row])
+
+    def tile(self, page: int, offset: int, values: int, kv_heads: int, head: int) -> np.ndarray:
+        """[kv_heads, PAGE, wide], each row as it lies."""
+        wide = -(-head // 64) * 64
+        self._room(page, offset + 2 * kv_heads * PAGE * wide * 2)
+        return view(page + offset + values * kv_heads * PAGE * wide * 2, np.float16, kv_heads, PAGE, wide)
+
+    @staticmethod
+    def places(head: int, row: int) -> np.ndarray:
+        i = np.arange(head)
+        return ((i >> 3 ^ row & 7) << 3) + (i & 7)
+
+    def attend(
+        self, macros: dict[str, str], grid: tuple[int, ...], q: int, positions: int, blocks: int, pages: int, out: int,
+        sinks: int, q_stride: int, heads: int, kv_heads: int, offset: int, pages_of_text: int, window: int, cap: float,
+    ) -> None:  # fmt: skip
+        head, gate, group = (int(macros[name]) for name in ("HEAD", "OUTPUT_GATE", "GROUP"))
+        assert group * kv_heads == heads
+        if macros["FEW"] == "1":
+            places = [(i, i, position) for i, position in enumerate(view(positions, np.int32, grid[2]).tolist())]
+        else:
+            found = view(blocks, np.int32, grid[0], 4)
+            assert found[:, 1].max() <= int(macros["WARPS"]) * 16 // group
+            places = [(b[0] + i, b[2], b[3] + i) for b in found.tolist() for i in range(b[1])]
+        for row, text, position in places:
+            first = max(0, position + 1 - window) if macros["WINDOWED"] == "1" else 0
+            table = view(pages + 8 * text * pages_of_text, np.uint64, pages_of_text)
+            both = []
+            for i in range(2):
+                tiles = {p: self.tile(int(table[p]), offset, i, kv_heads, head)
+                         for p in range(first // PAGE, position // PAGE + 1)}  # fmt: skip
+                both.append(np.stack([tiles[p // PAGE][:, p % PAGE, self.places(head, p % PAGE)]
+                                      for p in range(first, position + 1)]))  # fmt: skip
+            keys, values = (np.repeat(each.astype(np.float32), group, axis=1) for each in both)
+            whole = view(q + 2 * row * q_stride, np.float16, heads, 1 + gate, head).astype(np.float32)
+            s = np.einsum("hd,khd->hk", whole[:, 0], keys)
+            if macros["CAPPED"] == "1":
+                s = cap * np.tanh(s / cap)
+            if sinks:
+                s = np.concatenate([s, view(sinks, np.float32, heads)[:, None]], axis=1)
+            p = np.exp2(s - s.max(axis=1, keepdims=True))
+            p = (p / p.sum(axis=1, keepdims=True))[:, : len(keys)]
+            made = np.einsum("hk,khd->hd", p, values)
+            if gate:
+                made *= sigmoid(whole[:, 1])
+            view(out + 2 * row * heads * head, np.float16, heads, head)[:] = finite(made)
