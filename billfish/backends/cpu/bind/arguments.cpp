@@ -2,15 +2,8 @@
 
 #include <nanobind/stl/vector.h>
 
+#include "bind/machine_levels.h"
 #include "levels.h"  // written by CMake: BILLFISH_LEVELS(X) is X(name) for each level, best first
-
-#if defined(__x86_64__)
-#include <cpuid.h>
-#elif defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
-#elif defined(__aarch64__) && defined(__APPLE__)
-#include <sys/sysctl.h>
-#endif
 
 namespace nb = nanobind;
 using namespace billfish;
@@ -19,40 +12,6 @@ using namespace billfish;
 BILLFISH_LEVELS(DECLARE_LEVEL)
 
 namespace {
-
-#if defined(__x86_64__)
-// Bit 4 of leaf 7, subleaf 1, for which compilers of 2020 have no name. Asked for once: in a virtual machine, CPUID takes microseconds.
-bool has_avx_vnni() {
-  static const bool has = [] {
-    unsigned features = 0, b, c, d;
-    return __get_cpuid_count(7, 1, &features, &b, &c, &d) && (features >> 4 & 1);
-  }();
-  return has;
-}
-#endif
-
-bool runs_here(const std::string& name) {
-#if defined(__aarch64__) && defined(__linux__)
-  const bool dot_products = getauxval(AT_HWCAP) >> 20 & 1, matrices = getauxval(AT_HWCAP2) >> 13 & 1;  // HWCAP_ASIMDDP, HWCAP2_I8MM
-  if (name == "neon_dotprod") return dot_products;
-  if (name == "neon_i8mm") return dot_products && matrices;
-#elif defined(__aarch64__) && defined(__APPLE__)
-  if (name == "neon_dotprod") return true;  // every Mac with an Apple processor has it
-  if (name == "neon_i8mm") {
-    int there = 0;
-    size_t size = sizeof(there);
-    return sysctlbyname("hw.optional.arm.FEAT_I8MM", &there, &size, nullptr, 0) == 0 && there != 0;
-  }
-#elif defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");  // and the system's YMM
-  if (name == "avx2") return avx2;
-  if (name == "avx_vnni") return avx2 && has_avx_vnni();
-  if (name == "avx512_vnni")
-    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-#endif
-  return name == "portable";
-}
 
 // Best first. Not in a container that is destroyed at the end of the process, when daemon threads may still look.
 #define LEVEL_POINTER(name) &name::level,

@@ -2,11 +2,12 @@
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <optional>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -29,7 +30,7 @@ class Computing {
     try {
       PyEval_RestoreThread(python_);
     } catch (...) {
-      for (;;) pause();
+      for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
     }
   }
   Computing(const Computing&) = delete;

@@ -115,7 +115,7 @@ struct Nibbles {
     else return subtract(field<4, V>(block), splat_byte(uint8_t(more)));
   }
   template <int V> static Bytes code(const uint8_t* block, const uint8_t*) {
-    if constexpr (V % 2 && HIGH_FLIP) return bit_xor(field<4, V>(block), splat_byte(HIGH_FLIP));
+    if constexpr (V % 2 && HIGH_FLIP != 0) return bit_xor(field<4, V>(block), splat_byte(HIGH_FLIP));
     else return field<4, V>(block);
   }
   static constexpr int code_bias(int bias) { return bias; }

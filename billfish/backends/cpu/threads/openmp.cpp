@@ -1,11 +1,17 @@
 #include "threads/openmp.h"
 
+#if !defined(_WIN32)
 #include <dlfcn.h>
+#endif
 
 #include "threads/float_mode.h"
 
 namespace billfish {
 
+#if defined(_WIN32)
+// torch's OpenMP there is Microsoft's, whose entry points are others.
+OpenMp OpenMp::of(const std::string&) { return {}; }
+#else
 OpenMp OpenMp::of(const std::string& library) {
   void* handle = dlopen(library.c_str(), RTLD_LAZY | RTLD_NOLOAD);
   if (!handle) return {};
@@ -16,6 +22,7 @@ OpenMp OpenMp::of(const std::string& library) {
   found.usual_threads = reinterpret_cast<decltype(found.usual_threads)>(dlsym(handle, "omp_get_max_threads"));
   return found ? found : OpenMp{};  // the handle stays open, so that the library does
 }
+#endif
 
 void OpenMp::run(Pieces& pieces) const {
   struct Argument {

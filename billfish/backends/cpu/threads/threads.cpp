@@ -1,6 +1,8 @@
 #include "threads/threads.h"
 
+#if !defined(_WIN32)
 #include <pthread.h>
+#endif
 #if defined(__linux__)
 #include <sched.h>
 #endif
@@ -131,16 +133,21 @@ struct State {
   std::atomic<int> usual{0};   // 0 where it is to be found out
 };
 
+#if !defined(_WIN32)
 void forget_in_child();
+#endif
 
 State& state() {
   static State& kept = []() -> State& {
+#if !defined(_WIN32)
     pthread_atfork(nullptr, nullptr, forget_in_child);
+#endif
     return *new State;
   }();
   return kept;
 }
 
+#if !defined(_WIN32)
 // A child has none of its parent's threads: it forgets the pool (without joining what is not there) and makes its own, as OpenMP
 // would wait for them. It may also have fewer cores.
 void forget_in_child() {
@@ -149,6 +156,7 @@ void forget_in_child() {
   s.usual = 0;
   s.in_use = false;
 }
+#endif
 
 struct Using {
   std::atomic<bool>& in_use;

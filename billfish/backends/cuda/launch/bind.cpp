@@ -1,6 +1,5 @@
 // `_cuda`: from Python to a launch without building objects. A NativeLaunch has all but stream and arguments, a NativeProduct all but
 // stream, x, bias and y.
-#include <dlfcn.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "launch/driver.h"
+#include "launch/library.h"
 
 namespace nb = nanobind;
 
@@ -19,11 +19,11 @@ namespace billfish::cuda {
 
 const Driver& driver() {
   static const Driver found = [] {
-    void* library = dlopen("libcuda.so.1", RTLD_NOW);
-    if (!library) throw std::runtime_error("no NVIDIA driver: libcuda.so.1");
+    const Library library;
+    if (!library) throw std::runtime_error(std::string("no NVIDIA driver: ") + Library::NAME);
     Driver d;
     auto find = [&](auto& function, const char* name) {
-      function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+      function = reinterpret_cast<std::decay_t<decltype(function)>>(library.find(name));
       if (!function) throw std::runtime_error(std::string("an NVIDIA driver without ") + name);
     };
     find(d.launch, "cuLaunchKernelEx");

@@ -1,0 +1,42 @@
+// Which vector instructions an x86_64 processor has and its system lets programs use.
+//
+// Asked of the processor itself: __builtin_cpu_supports needs a run-time library that not every compiler brings, and does not know all of them.
+#pragma once
+#include <cpuid.h>
+
+#include <cstdint>
+
+namespace billfish {
+
+struct X86Features {
+  bool avx2 = false, avx_vnni = false, avx512_vnni = false;
+
+  // Looked up once: in a virtual machine, CPUID takes microseconds.
+  static const X86Features& here() {
+    static const X86Features found;
+    return found;
+  }
+
+ private:
+  X86Features() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return;
+    const bool fma = c >> 12 & 1, xsave = c >> 27 & 1, avx = c >> 28 & 1, f16c = c >> 29 & 1;
+    if (!xsave) return;
+    constexpr uint64_t YMM = 0x6, ZMM = 0xe6;  // what the system saves when it switches between threads
+    const uint64_t saved = saved_registers();
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+    avx2 = avx && fma && f16c && (b >> 5 & 1) && (saved & YMM) == YMM;
+    const bool f = b >> 16 & 1, dq = b >> 17 & 1, bw = b >> 30 & 1, vl = b >> 31 & 1, vnni = c >> 11 & 1;
+    avx512_vnni = avx2 && f && dq && bw && vl && vnni && (saved & ZMM) == ZMM;
+    avx_vnni = avx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+  }
+
+  static uint64_t saved_registers() {
+    uint32_t low, high;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return uint64_t(high) << 32 | low;
+  }
+};
+
+}  // namespace billfish

@@ -1,0 +1,119 @@
+"""How wheels are packed and checked; what compiles them is in `make wheels` and `make test-wheels`."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tools.wheels import prove
+from tools.wheels.check import UNWANTED, WINDOWS, check_wheel
+from tools.wheels.pack import write_wheel
+from tools.wheels.platforms import PLATFORMS, Python, find_pythons
+
+ROOT = Path(__file__).parents[2]
+FILES = {
+    "billfish/__init__.py": b"x = 1\n",
+    "billfish-1.0.dist-info/METADATA": b"Name: billfish\n",
+    "billfish-1.0.dist-info/WHEEL": b"Tag: py3-none-any\n",
+}
+OLD, STABLE = (Python(version, "python", "include") for version in ((3, 10), (3, 13)))
+LINUX, WIN = PLATFORMS["manylinux_2_28_aarch64"], PLATFORMS["win_amd64"]
+
+
+def packed(folder: Path, python: Python = STABLE, platform: str = "manylinux_2_28_aarch64", size: int = 10) -> Path:
+    """A wheel of two modules without sense."""
+    modules = []
+    for name in ("_cpu", "_cuda"):
+        path = folder / f"{name}{python.module_suffix(PLATFORMS[platform])}"
+        path.write_bytes(hashlib.sha256(name.encode()).digest() * size)
+        modules.append(path)
+    return write_wheel(FILES, modules, PLATFORMS[platform], python, folder / "dist")
+
+
+def test_names_of_wheels_and_modules(tmp_path: Path) -> None:
+    assert packed(tmp_path).name == "billfish-1.0-cp312-abi3-manylinux_2_28_aarch64.whl"
+    assert packed(tmp_path, OLD, "win_amd64").name == "billfish-1.0-cp310-cp310-win_amd64.whl"
+    suffixes = [python.module_suffix(platform) for python in (OLD, STABLE) for platform in (LINUX, WIN)]
+    assert suffixes == [".so", ".pyd", ".abi3.so", ".pyd"]
+
+
+def test_record_names_every_file(tmp_path: Path) -> None:
+    with zipfile.ZipFile(packed(tmp_path)) as archive:
+        record = archive.read("billfish-1.0.dist-info/RECORD").decode()
+        rows = {name: (digest, size) for name, digest, size in csv.reader(io.StringIO(record))}
+        assert set(rows) == set(archive.namelist())
+        for name, (digest, size) in rows.items():
+            if digest:
+                data = archive.read(name)
+                expected = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+                assert (digest, int(size)) == (f"sha256={expected}", len(data))
+        assert b"Tag: cp312-abi3-manylinux_2_28_aarch64\n" in archive.read("billfish-1.0.dist-info/WHEEL")
+        assert "billfish/backends/cpu/_cpu.abi3.so" in rows
+        assert archive.namelist()[-1].startswith("billfish-1.0.dist-info/")
+
+
+def test_the_same_bytes_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    assert packed(tmp_path / "a").read_bytes() == packed(tmp_path / "b").read_bytes()
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    with zipfile.ZipFile(packed(tmp_path / "a")) as archive:
+        assert {member.date_time for member in archive.infolist()} == {(2023, 11, 14, 22, 13, 20)}
+
+
+def test_a_large_wheel_is_refused(tmp_path: Path) -> None:
+    path = packed(tmp_path)
+    with path.open("ab") as file:
+        file.truncate(5_000_000)
+    with zipfile.ZipFile(path, "a") as archive:  # a zip file is read from its end
+        archive.writestr("billfish/backends/cpu/_cpu.abi3.so", b"")
+    with pytest.raises(SystemExit, match="4000000"):
+        check_wheel(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("billfish/backends/emulator/compiler.py", False),
+        ("billfish/backends/cpu/gemm/tiles.h", False),
+        ("billfish/backends/cuda/launch/bind.cpp", False),
+        ("tests/test_imports.py", False),
+        ("billfish/backends/cuda/gemm_small.cu", True),
+        ("billfish/backends/cpu/backend.py", True),
+    ],
+)
+def test_what_a_wheel_holds(name: str, wanted: bool) -> None:
+    assert (UNWANTED.search(name) is None) == wanted
+
+
+def test_what_windows_brings() -> None:
+    libraries = ["KERNEL32.dll", "api-ms-win-crt-heap-l1-1-0.dll", "python3.dll", "python310.dll"]
+    assert all(map(WINDOWS.fullmatch, libraries))
+    assert not any(map(WINDOWS.fullmatch, ["VCRUNTIME140.dll", "libstdc++-6.dll", "libc++.dll"]))
+
+
+def test_pythons_of_this_machine() -> None:
+    pythons = find_pythons()
+    assert len({python.tags for python in pythons}) == len(pythons)
+    assert all(Path(python.include, "Python.h").is_file() for python in pythons)
+
+
+def test_which_python_takes_which_wheel() -> None:
+    stable, old = Path("billfish-1.0-cp312-abi3-win_amd64.whl"), Path("billfish-1.0-cp310-cp310-win_amd64.whl")
+    assert [prove.fits(stable, (3, minor)) for minor in (10, 11, 12, 14)] == [False, False, True, True]
+    assert [prove.fits(old, (3, minor)) for minor in (10, 11, 12)] == [True, False, False]
+
+
+@pytest.mark.parametrize("wheel", sorted(ROOT.glob("dist/billfish-*.whl")), ids=lambda path: path.name)
+def test_wheels_of_dist_hold_the_package(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert [name for name in names if UNWANTED.search(name)] == []
+    assert {"billfish/__init__.py", "billfish/py.typed", "billfish/backends/cuda/gemm_small.cu"} <= set(names)
+    assert wheel.stat().st_size < 4_000_000

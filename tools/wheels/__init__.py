@@ -1,0 +1,1 @@
+"""Wheels for every platform from one machine: `make wheels`."""
