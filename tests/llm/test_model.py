@@ -132,6 +132,8 @@ def test_run_prints_one_line_of_json_and_nothing_else(capfd):
         "prompt_tok_per_s",
         "generation_tok_per_s",
         "time_to_first_token_s",
+        "drafted_tokens",
+        "accepted_tokens",
         "model",
         "kernels",
     ]

@@ -232,7 +232,9 @@ TOKENS = [3 + (7 * i * i + 3 * i) % 64 for i in range(48)]
 POSITIONS = [0, 5, 17, 31, 47]  # whose logits of llama.cpp vectors/architectures.safetensors holds
 # What differs in models for llama.cpp. It cuts the ramp of YaRN to whole pairs for gpt-oss too, has no windows for Phi
 # 3, one scale of scores for all Gemma 2 and 3, and no place for some biases and sizes. It renormalizes all qwen3moe.
-LLAMA_CPP: dict[str, dict[str, Any]] = {name: {} for name in MODELS if name != "qwen3moe-sums"} | {
+LLAMA_CPP: dict[str, dict[str, Any]] = {
+    name: {} for name in MODELS if name not in ("qwen3moe-sums", "gemma4-unified")
+} | {
     "olmoe": {"num_key_value_heads": 4},
     "gpt-oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "gemma2": {"query_pre_attn_scalar": 32},
