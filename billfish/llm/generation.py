@@ -36,7 +36,7 @@ class Generation(Iterator[str]):
     prompt_tokens, reused_tokens: of the prompt, all of them, and those that the cache already held.
     prompt_seconds, generation_seconds: time to the first token, and of all later ones.
     drafts: how many tokens were drafted, and how many of these were right.
-    decoder, tokenizer, prompt, max_tokens, sampling, activations, cache, stop, grammar: what
+    decoder, tokenizer, prompt, max_tokens, sampling, activations, cache, stop, grammar, drafter: what
     :meth:`Model.generate` makes of its arguments.
 
         >>> answer = bf.llm.load("model.gguf").generate([5, 6], max_tokens=3)

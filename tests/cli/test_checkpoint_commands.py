@@ -222,7 +222,7 @@ def test_verify_finds_every_kind_of_difference(tmp_path, capsys):
         ("verify IN missing", ["no such file", "missing"]),
         ("inspect dir/model.gguf", ["no such file", "dir/model.gguf", "hf download ORG/NAME"]),
         ("inspect org/name-8B", ["no such file", "org/name-8B.", "hf download org/name-8B --local-dir DIR"]),
-        ("run https://huggingface.co/org/name/x -p a", ["https://huggingface.co/", "hf download org/name --local-dir"]),
+        ("run https://huggingface.co/org/name/x -p a", ["https://huggingface.co/org/name/x", "hf:USER/MODEL"]),
         ("eval IN --text missing", ["--text", "missing"]),
     ],
 )
