@@ -84,7 +84,7 @@ def compile_modules(
     if platform.system == "Windows":
         name = "python3" if python.stable else "python{}{}".format(*python.version)
         library = _import_library(name, Path(nanobind), build)
-        defines |= {"Python_LIBRARY": library, "Python_SABI_LIBRARY": library}
+        defines["Python_LIBRARY"] = library
     if "linux-gnu" in platform.target:
         defines["CMAKE_MODULE_LINKER_FLAGS"] = _unwinder(platform, tools, environment)
     settings = [f"-D{key}={value}" for key, value in defines.items()]
