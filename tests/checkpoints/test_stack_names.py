@@ -109,7 +109,11 @@ def test_models_in_memory_become_the_same_file(tmp_path, name):
     bf.save(made, tmp_path / "saved.gguf")
     report = bf.verify(tmp_path / "out.gguf", tmp_path / "saved.gguf")
     assert {comparison.outcome for comparison in report.comparisons} == {"equal bits"}
-    ours, theirs = (bf.load(tmp_path / file).metadata for file in ("saved.gguf", "out.gguf"))
+    # A model in memory says nothing of a tokenizer, and its name is another.
+    ours, theirs = (
+        {key: value for key, value in bf.load(tmp_path / file).metadata.items() if not key.startswith("tokenizer.")}
+        for file in ("saved.gguf", "out.gguf")
+    )
     assert {**ours, "general.name": ""} == {**theirs, "general.name": ""}
 
 

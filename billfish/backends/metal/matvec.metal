@@ -244,10 +244,10 @@ METAL_FUNC void store_panel(thread float* sums, threadgroup float* scratch, devi
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (GATE != 0) {
     for (int i = part * 32 + lane; i < m * PANEL / 2; i += parts * 32) {
-      const int row = i / (PANEL / 2), within = i % (PANEL / 2), column = panel * PANEL + within;
-      if (column < n) {
+      const int row = i / (PANEL / 2), within = i % (PANEL / 2), first = panel * PANEL + within;
+      if (first < n) {
         float gate = total_of<ROWS>(scratch, row * PANEL + within, parts), up = total_of<ROWS>(scratch, row * PANEL + PANEL / 2 + within, parts);
-        if (HAS_BIAS) gate += float(bias[column]), up += float(bias[column + PANEL / 2]);
+        if (HAS_BIAS) gate += float(bias[first]), up += float(bias[first + PANEL / 2]);
         y[long(row) * (n / 2) + panel * (PANEL / 2) + within] = activation<T>(gated<GATE>(gate, up));
       }
     }

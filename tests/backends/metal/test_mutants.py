@@ -12,7 +12,7 @@ from emulator_support import ORDERS
 from metal_support import quantized
 
 from billfish.backends import emulator
-from billfish.backends.metal import Kernels, lay_out
+from billfish.backends.metal import Kernels, decoder, lay_out
 from billfish.backends.metal import kernels as sources
 from billfish.backends.metal.layout import lay_out_experts
 
@@ -22,6 +22,8 @@ BARRIERS = {
     "matvec.metal": "gemv",
     "tiles.metal": "fused",
     "gemm_experts.metal": "gemm_experts",
+    "add_norm.metal": "add_norm",
+    "rotate.metal": "rotate",
 }
 # Each test of a bound: what becomes of it.
 BOUNDS = [
@@ -57,7 +59,8 @@ def barriers(file: str) -> list[re.Match[str]]:
 def faults(kernel: str, file: str, text: str, monkeypatch: pytest.MonkeyPatch) -> list[emulator.KernelFault]:
     """What checked launches in the three orders report when `file` has this text."""
     whole = sources.source
-    monkeypatch.setattr(sources, "source", lambda name: text if name == file else whole(name))
+    for module in (sources, decoder):
+        monkeypatch.setattr(module, "source", lambda name: text if name == file else whole(name))
     if file == "reduce.metal":
         monkeypatch.setitem(sources.REDUCE, "source", text)
     kernels = Kernels(emulator.metal_kernel)
@@ -66,7 +69,14 @@ def faults(kernel: str, file: str, text: str, monkeypatch: pytest.MonkeyPatch) -
     found = []
 
     def run() -> None:
-        if kernel == "dequantize":
+        around = decoder.DecoderKernels(kernels)
+        if kernel == "add_norm":
+            rows = x[:3].astype(np.float32)
+            around.add_norm(rows, x[:3], rows[0], rows[1], epsilon=1e-6, scale=1.0, dtype=x.dtype)
+        elif kernel == "rotate":
+            heads = decoder.Heads(5, 1, 64, np.ones(16, np.float32), q_norm=np.ones(64, np.float32))
+            around.rotate(x[:3, :448], heads, np.arange(3, dtype=np.int32), 1e-6)
+        elif kernel == "dequantize":
             kernels.dequantize(w, x.dtype)
         elif kernel in sources.EXPERT_PRODUCTS:  # 70 choices, of 3 experts and of one that is not in the stack
             stack = lay_out_experts([quantized("u4", 70, 520, 32, seed) for seed in range(3)])
