@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from billfish.backends import BACKENDS
 from billfish.cli.info import found
-from billfish.core.errors import BillfishError, DataError, bad_argument
+from billfish.core.errors import BillfishError, DataError, MissingPackage, bad_argument
 from billfish.core.format import FORMATS
 from billfish.core.tables import print_table
 from billfish.core.tensor import QuantizedTensor
@@ -28,6 +29,7 @@ TIMED, TIMED_ROWS, REPEATS = (4096, 4096), (1, 8), 20
 PROMPT, ANSWER = "What is the capital of France?", 16
 # Backends that are not asked unless they are named: the reference is the judge, and the emulator is slow.
 UNASKED = ("reference", "metal-emulator")
+THROUGH_TORCH = ("mps", "cuda")  # backends that multiply its tensors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,10 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was checked. Returns 1 if anything is wrong."""
-    names = arguments.backend or [name for name in BACKENDS if name not in UNASKED and BACKENDS[name].usable()[0]]
+    names = arguments.backend or _usable()
     for name in names:
         if name not in BACKENDS:
             raise DataError(bad_argument("doctor", "--backend", repr(name), f"one of {', '.join(BACKENDS)}"))
+        if name in THROUGH_TORCH and importlib.util.find_spec("torch") is None:
+            raise MissingPackage(
+                f"doctor: torch, through which {name} is checked, is not installed. Run: pip install torch"
+            )
     report: dict[str, Any] = {"machine": found(), "matmuls": [], "times": [], "answers": []}
     for name in names:
         report["matmuls"] += _followed(checks(name), f"{name}: matmuls beside NumPy")
@@ -68,6 +74,16 @@ def run(arguments: argparse.Namespace) -> int:
         Path(arguments.report).write_text(json.dumps(report, indent=1))
         print(f"Wrote {arguments.report}.")
     return 1 if wrong else 0
+
+
+def _usable() -> list[str]:
+    """What can be checked here. A backend that cannot is told."""
+    names = [name for name in BACKENDS if name not in UNASKED and BACKENDS[name].usable()[0]]
+    if importlib.util.find_spec("torch") is None:
+        for name in set(names) & set(THROUGH_TORCH):
+            print(f"{name} is not checked: that takes torch, which is not installed.")
+            names.remove(name)
+    return names
 
 
 def checks(name: str) -> Iterator[dict[str, Any]]:
@@ -120,7 +136,7 @@ def _multiplier(name: str) -> Callable[[NDArray[Any], QuantizedTensor], NDArray[
     def through_numpy(x: NDArray[Any], q: QuantizedTensor) -> NDArray[Any]:
         return np.asarray(quantized_linear(x, q, backend=name))
 
-    return {"metal": through_mlx, "mps": through_torch, "cuda": through_torch}.get(name, through_numpy)
+    return through_mlx if name == "metal" else through_torch if name in THROUGH_TORCH else through_numpy
 
 
 def times() -> Iterator[dict[str, Any]]:

@@ -66,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         metavar="DRAFTER",
-        help="draft several tokens a step, for the same answer: ngram (look-up in the prompt and the answer), the GGUF "
-        "file or folder of a small model with the same vocabulary, or off (default: off)",
+        help="draft several tokens a step on the CPU, for the same answer: ngram (look-up in the prompt and answer), "
+        "the GGUF file or folder of a small model with the same vocabulary, or off (default: off)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else (default: off)")
     sampling = parser.add_argument_group("sampling")

@@ -49,7 +49,6 @@ from billfish.ops.matmul import dequantize
 # Gets a layer, one of its inputs, the expert that multiplies it or -1, and the rows.
 Observe = Callable[[int, int, int, Floats], object]
 Part = tuple[int, Cache, list[int]]  # of a passage, with its number: tokens that are fed at once
-MOST_ALIKE = 8  # rows of a drafted step
 TWO_LEVELS = {name for name, format in FORMATS.items() if isinstance(format, (TwoLevelMinimum, TwoLevelScaled))}
 BATCH_BYTES = 1 << 28  # of tensors that are packed in one native call
 
@@ -280,16 +279,17 @@ class CpuDecoder(Decoder):
         return out
 
     def rows_alike(self, activations: Activations | None) -> int:
-        """Integer kernels give a row the same bits in any batch, and float ones up to FEW_ROWS. Formats with scales of
-        two levels have another order of additions for more than three rows with q16. An expert's rows are counted by
-        nobody beforehand."""
-        if activations == "exact":
-            return 1 if self.config.has_experts else _cpu.FEW_ROWS
+        """Up to FEW_ROWS rows have the bits of a single row, with two exceptions. Formats with two levels of scales
+        have another order of additions for more than three rows with q16. In exact mode, kernels of an expert depend on
+        how many rows choose it. A recurrent state cannot go back behind drafted rows: such models take one row."""
+        recurrent = any(not isinstance(block.mixer, Attention) for block in self.config.blocks)
+        if recurrent or (activations == "exact" and self.config.has_experts):
+            return 1
         two_levels = any(kind in TWO_LEVELS for kind in self.tensors.kinds)
-        return 3 if activations != "q8" and two_levels else MOST_ALIKE
+        return 3 if activations == "q16" and two_levels else int(_cpu.FEW_ROWS)
 
     def logits_alike(self, hidden: Floats, activations: Activations | None) -> Floats:
-        most = self.rows_alike("exact" if activations == "exact" else "q16")  # the head takes no 8 bits
+        most = self.rows_alike("exact" if activations == "exact" else "q16")  # the head takes no int8 activations
         return np.concatenate([self.logits(hidden[i : i + most], activations) for i in range(0, len(hidden), most)])
 
     def choose(

@@ -16,7 +16,7 @@ from billfish.core.errors import ModelError, failure
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
 from billfish.llm.model_weights import CALL, ModelTensors, Tensor
-from billfish.llm.stacked_weights import alike, stacked
+from billfish.llm.stacked_weights import alike, neighbours, stacked
 from billfish.models.description import Matrix, Vector
 from billfish.ops.matmul import dequantize
 
@@ -61,14 +61,7 @@ class GpuWeights:
 
     def matrices(self, matrices: Sequence[Matrix]) -> tuple[DeviceMatrix, ...]:
         """Matrices, neighbours of one kind as one."""
-        groups: list[list[tuple[Matrix, Tensor]]] = []
-        for matrix in matrices:
-            tensor = self.tensors.matrix(matrix)
-            if groups and alike(groups[-1][-1][1], tensor):
-                groups[-1].append((matrix, tensor))
-            else:
-                groups.append([(matrix, tensor)])
-        return tuple(self._matrix([m for m, _ in group], [t for _, t in group]) for group in groups)
+        return tuple(self._matrix(*group) for group in neighbours(self.tensors, matrices))
 
     def alternating(self, *matrices: Matrix) -> tuple[DeviceMatrix, ...]:
         """Two matrices as one whose rows alternate by eights; or two, where that cannot be."""

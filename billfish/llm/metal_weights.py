@@ -17,7 +17,7 @@ from billfish.backends.metal.layout import MetalWeights, lay_out, lay_out_expert
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import QuantizedTensor
 from billfish.llm.model_weights import ExpertTensor, ModelTensors, Tensor
-from billfish.llm.stacked_weights import alike, stacked
+from billfish.llm.stacked_weights import alike, neighbours, stacked
 from billfish.models.description import Matrix, Stack
 from billfish.ops.matmul import dequantize
 
@@ -116,14 +116,7 @@ class MetalPacker:
 
     def joined(self, matrices: Sequence[Matrix]) -> Joined:
         """Neighbours of one format become one matrix."""
-        groups: list[list[tuple[Matrix, Tensor]]] = []
-        for matrix in matrices:
-            tensor = self._tensors.matrix(matrix)
-            if groups and alike(groups[-1][-1][1], tensor):
-                groups[-1].append((matrix, tensor))
-            else:
-                groups.append([(matrix, tensor)])
-        parts = tuple(self._linear([m for m, _ in group], [t for _, t in group]) for group in groups)
+        parts = tuple(self._linear(*group) for group in neighbours(self._tensors, matrices))
         self._tensors.source.tensors.release()
         return Joined(parts, tuple(matrix.rows for matrix in matrices))
 

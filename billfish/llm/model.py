@@ -169,7 +169,8 @@ class Model:
         chat_template_kwargs: further variables for the chat template, such as {"enable_thinking": False}.
         draft: "ngram" drafts tokens that followed the last ones before, in the prompt or the answer; a smaller
         :class:`Model` with the same vocabulary drafts with its own answer. The answer is the same, to the bit, and may
-        come sooner; `drafts` of the answer counts. None: one token a step.
+        come sooner; `drafts` of the answer counts. On the CPU, for models without recurrent layers. None: one token a
+        step.
         activations: as in :func:`billfish.quantized_linear`. None is "q16" on the CPU and float16 on a GPU. On a Hopper
         GPU, "fp8" and "q8" round the activations of the prompt to 8 bits.
         raw: continue a text prompt as it is, without the chat template.
@@ -304,19 +305,23 @@ class Model:
             stop=_strings("stop", stop),
             logprobs=(0 if logprobs else None) if isinstance(logprobs, bool) else logprobs,
             grammar=grammar,
-            drafter=self._drafter(draft),
+            drafter=self._drafter(draft, checked),
         )
 
-    def _drafter(self, draft: str | Model | None) -> Drafter | None:
-        """What drafts the tokens of one answer."""
+    def _drafter(self, draft: str | Model | None, activations: Activations | None) -> Drafter | None:
+        """What drafts the tokens of one answer. Raises where drafted rows would change it."""
+        if draft is None or draft == "off":
+            return None
+        if draft != "ngram" and not isinstance(draft, Model):
+            expected = "'ngram', a billfish.llm.Model with the same vocabulary, or None"
+            raise DataError(bad_argument(CALL, "draft", repr(draft), expected))
+        if self.decoder.rows_alike(activations) < 2:
+            how = "" if activations is None else f" with activations {activations!r}"
+            problem = f"drafting is not supported for {self.config.architecture} on {self.decoder.device}{how}"
+            raise DataError(failure(CALL, problem, "Leave draft out."))
         if isinstance(draft, Model):
             check_vocabulary(CALL, self.tokenizer, draft.tokenizer)
             return ModelDrafter(draft.decoder)
-        if draft in (None, "off"):
-            return None
-        if draft != "ngram":
-            expected = "'ngram', a billfish.llm.Model with the same vocabulary, or None"
-            raise DataError(bad_argument(CALL, "draft", repr(draft), expected))
         return NgramDrafter()
 
     @cached_property

@@ -8,7 +8,20 @@ import numpy as np
 
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
-from billfish.llm.model_weights import Tensor
+from billfish.llm.model_weights import ModelTensors, Tensor
+from billfish.models.description import Matrix
+
+
+def neighbours(tensors: ModelTensors, matrices: Sequence[Matrix]) -> list[tuple[list[Matrix], list[Tensor]]]:
+    """Matrices with what the file has of them, those next to each other that are `alike` together."""
+    groups: list[tuple[list[Matrix], list[Tensor]]] = []
+    for matrix in matrices:
+        tensor = tensors.matrix(matrix)
+        if not groups or not alike(groups[-1][1][-1], tensor):
+            groups.append(([], []))
+        groups[-1][0].append(matrix)
+        groups[-1][1].append(tensor)
+    return groups
 
 
 def alike(a: Tensor, b: Tensor) -> bool:

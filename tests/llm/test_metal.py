@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
 from llm_architectures import MODELS, TOKENS, write_model
 
 import billfish as bf
+from billfish.backends import emulator
 from billfish.llm import load
 from billfish.llm.sampler import Sampling, choose_token
 
@@ -131,6 +133,18 @@ def test_a_window_does_not_grow():
     assert held.both.shape[2] <= window + 2 * 256
     assert held.holds(1500, window)
     assert not held.holds(1000, window)
+
+
+def test_a_decode_step_of_a_dense_layer_has_seven_launches_of_ours(pair):
+    """Beside MLX's attention, and its update of the KV cache."""
+    _, metal = pair("llama3")
+    cache = metal.cache()
+    metal.decoder.run([(cache, TOKENS[:5])], None)
+    with emulator.launches() as log:
+        metal.decoder.run([(cache, [7])], None)
+    counts = Counter(launch.name.removesuffix("_q4_0") for launch in log)
+    layers = metal.config.layers
+    assert counts == {"marlin_add_norm": 2 * layers, "marlin_rotate": layers, "marlin_gemv": 4 * layers}
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="has Metal")

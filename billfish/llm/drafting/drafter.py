@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-MOST_DRAFTED = 7  # tokens of a step; with the last token of the answer, these are eight rows
+MOST_DRAFTED = 7  # tokens of a step, beside the last token of the answer
 
 
 class Drafter(ABC):
