@@ -3,60 +3,60 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import billfish.core.formats  # noqa: F401  (registers the formats)
-from billfish.backends import BACKENDS
-from billfish.backends.cpu.backend import set_threads
-from billfish.backends.cpu.experts import PackedExperts
-from billfish.backends.cpu.packed import PackedWeights
-from billfish.core.errors import (
-    BackendUnavailable,
-    BillfishError,
-    CheckpointError,
-    DataError,
-    DTypeError,
-    FormatError,
-    ModelError,
-    ShapeError,
-)
-from billfish.core.format import FORMATS, Format, get_format, register
-from billfish.core.quantized_experts import QuantizedExperts
-from billfish.core.tensor import QuantizedTensor
 from billfish.core.version import __version__ as __version__
-from billfish.ops.expert_linear import expert_linear, experts
-from billfish.ops.ggml_blocks import (
-    dequantize_q4_0,
-    dequantize_q4_1,
-    dequantize_q5_0,
-    dequantize_q5_1,
-    dequantize_q8_0,
-    dequantize_q8_1,
-    quantize_q4_0,
-    quantize_q4_1,
-    quantize_q5_0,
-    quantize_q5_1,
-    quantize_q8_0,
-    quantize_q8_1,
-)
-from billfish.ops.matmul import dequantize, gemm_w4a8, prepack, quantized_linear, quantized_linears
-from billfish.ops.quantization import quantize
-from billfish.ops.weight_packing import (
-    pack_fp4_weights,
-    pack_s4_weights,
-    pack_u4_weights,
-    unpack_fp4_weights,
-    unpack_s4_weights,
-    unpack_u4_weights,
-)
 
 if TYPE_CHECKING:
     from billfish import llm
+    from billfish.backends import BACKENDS
+    from billfish.backends.cpu.backend import set_threads
+    from billfish.backends.cpu.experts import PackedExperts
+    from billfish.backends.cpu.packed import PackedWeights
     from billfish.checkpoints import Checkpoint, open_checkpoint
     from billfish.checkpoints import load as load
     from billfish.checkpoints.conversion import convert, save
     from billfish.checkpoints.reports import ConversionReport, VerificationReport
     from billfish.checkpoints.verification import verify
+    from billfish.core.errors import (
+        BackendUnavailable,
+        BillfishError,
+        CheckpointError,
+        DataError,
+        DTypeError,
+        FormatError,
+        ModelError,
+        ShapeError,
+    )
+    from billfish.core.format import Format
+    from billfish.core.formats import FORMATS, get_format, register
+    from billfish.core.quantized_experts import QuantizedExperts
+    from billfish.core.tensor import QuantizedTensor
     from billfish.nn import MarlinLinear, ModelReport, QuantizedLinear, WarmUp, load_into, quantize_model, warm_up
     from billfish.nn.torch.calibration import calibrate
+    from billfish.ops.expert_linear import expert_linear, experts
+    from billfish.ops.ggml_blocks import (
+        dequantize_q4_0,
+        dequantize_q4_1,
+        dequantize_q5_0,
+        dequantize_q5_1,
+        dequantize_q8_0,
+        dequantize_q8_1,
+        quantize_q4_0,
+        quantize_q4_1,
+        quantize_q5_0,
+        quantize_q5_1,
+        quantize_q8_0,
+        quantize_q8_1,
+    )
+    from billfish.ops.matmul import dequantize, gemm_w4a8, prepack, quantized_linear, quantized_linears
+    from billfish.ops.quantization import quantize
+    from billfish.ops.weight_packing import (
+        pack_fp4_weights,
+        pack_s4_weights,
+        pack_u4_weights,
+        unpack_fp4_weights,
+        unpack_s4_weights,
+        unpack_u4_weights,
+    )
     from billfish.quantizing.calibrate_checkpoint import calibrate_checkpoint
     from billfish.quantizing.quantize_checkpoint import quantize_checkpoint
     from billfish.statistics import Statistics
@@ -127,25 +127,69 @@ __all__ = [
     "warm_up",
 ]
 
-# Where the names are that not everybody needs; they are imported when they are first used.
+# Where the names are. A name is imported when it is first used: `billfish --version` needs no NumPy.
 _ELSEWHERE = {
+    "BACKENDS": "billfish.backends",
+    "BackendUnavailable": "billfish.core.errors",
+    "BillfishError": "billfish.core.errors",
     "Checkpoint": "billfish.checkpoints",
+    "CheckpointError": "billfish.core.errors",
     "ConversionReport": "billfish.checkpoints.reports",
+    "DTypeError": "billfish.core.errors",
+    "DataError": "billfish.core.errors",
+    "FORMATS": "billfish.core.formats",
+    "Format": "billfish.core.format",
+    "FormatError": "billfish.core.errors",
     "MarlinLinear": "billfish.nn",
+    "ModelError": "billfish.core.errors",
     "ModelReport": "billfish.nn",
+    "PackedExperts": "billfish.backends.cpu.experts",
+    "PackedWeights": "billfish.backends.cpu.packed",
+    "QuantizedExperts": "billfish.core.quantized_experts",
     "QuantizedLinear": "billfish.nn",
+    "QuantizedTensor": "billfish.core.tensor",
+    "ShapeError": "billfish.core.errors",
     "Statistics": "billfish.statistics",
     "VerificationReport": "billfish.checkpoints.reports",
     "WarmUp": "billfish.nn",
     "calibrate": "billfish.nn.torch.calibration",
     "calibrate_checkpoint": "billfish.quantizing.calibrate_checkpoint",
     "convert": "billfish.checkpoints.conversion",
+    "dequantize": "billfish.ops.matmul",
+    "dequantize_q4_0": "billfish.ops.ggml_blocks",
+    "dequantize_q4_1": "billfish.ops.ggml_blocks",
+    "dequantize_q5_0": "billfish.ops.ggml_blocks",
+    "dequantize_q5_1": "billfish.ops.ggml_blocks",
+    "dequantize_q8_0": "billfish.ops.ggml_blocks",
+    "dequantize_q8_1": "billfish.ops.ggml_blocks",
+    "expert_linear": "billfish.ops.expert_linear",
+    "experts": "billfish.ops.expert_linear",
+    "gemm_w4a8": "billfish.ops.matmul",
+    "get_format": "billfish.core.formats",
     "load": "billfish.checkpoints",  # the older name of open_checkpoint
     "load_into": "billfish.nn",
     "open_checkpoint": "billfish.checkpoints",
+    "pack_fp4_weights": "billfish.ops.weight_packing",
+    "pack_s4_weights": "billfish.ops.weight_packing",
+    "pack_u4_weights": "billfish.ops.weight_packing",
+    "prepack": "billfish.ops.matmul",
+    "quantize": "billfish.ops.quantization",
     "quantize_checkpoint": "billfish.quantizing.quantize_checkpoint",
     "quantize_model": "billfish.nn",
+    "quantize_q4_0": "billfish.ops.ggml_blocks",
+    "quantize_q4_1": "billfish.ops.ggml_blocks",
+    "quantize_q5_0": "billfish.ops.ggml_blocks",
+    "quantize_q5_1": "billfish.ops.ggml_blocks",
+    "quantize_q8_0": "billfish.ops.ggml_blocks",
+    "quantize_q8_1": "billfish.ops.ggml_blocks",
+    "quantized_linear": "billfish.ops.matmul",
+    "quantized_linears": "billfish.ops.matmul",
+    "register": "billfish.core.formats",
     "save": "billfish.checkpoints.conversion",
+    "set_threads": "billfish.backends.cpu.backend",
+    "unpack_fp4_weights": "billfish.ops.weight_packing",
+    "unpack_s4_weights": "billfish.ops.weight_packing",
+    "unpack_u4_weights": "billfish.ops.weight_packing",
     "verify": "billfish.checkpoints.verification",
     "warm_up": "billfish.nn",
 }
@@ -158,7 +202,8 @@ if not TYPE_CHECKING:  # a checker would believe that there is everything
             return importlib.import_module("billfish.llm")
         if name not in _ELSEWHERE:
             raise AttributeError(f"module 'billfish' has no attribute {name!r}")
-        return getattr(importlib.import_module(_ELSEWHERE[name]), name)
+        globals()[name] = value = getattr(importlib.import_module(_ELSEWHERE[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,8 @@ import numpy as np
 from billfish.core import bits
 from billfish.core.elements import E2M1, E2M1X2, E4M3, FP4, Element, Integer, Signed, SortedFloats, Table
 from billfish.core.errors import DataError
-from billfish.core.format import Format, GroupValues, Planes, get_format
+from billfish.core.format import Format, GroupValues, Planes
+from billfish.core.formats import get_format
 from billfish.core.scales import decode_e4m3, decode_e8m0, encode_e4m3, encode_e8m0
 from billfish.core.terminal import Style
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TextIO
 
-from billfish.core.format import FORMATS, aliases_of
+from billfish.core.formats import FORMATS, aliases_of
 from billfish.core.tables import print_table
 
 

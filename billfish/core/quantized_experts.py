@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from billfish.core.errors import DTypeError, FormatError, ShapeError, bad_argument, failure, type_of
-from billfish.core.format import Format, get_format
+from billfish.core.format import Format
+from billfish.core.formats import get_format
 from billfish.core.storage import Array, Storage
 from billfish.core.tensor import Made, QuantizedTensor, made_once, owners, read_only
 from billfish.core.typing import FormatLike

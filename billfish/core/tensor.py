@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.core.errors import BillfishError, DataError, FormatError, ShapeError, bad_argument, failure
-from billfish.core.format import Format, Planes, get_format
+from billfish.core.format import Format, Planes
+from billfish.core.formats import get_format
 from billfish.core.storage import Array, ArraySpec, Storage, check_array
 from billfish.core.typing import FormatLike
 

@@ -138,6 +138,28 @@ def test_nobody_waits_for_what_others_need():
     parts = {f"billfish.{part}" for part in ("nn", "llm", "checkpoints", "backends.cuda", "backends.metal")}
     others = {"torch", "mlx", "transformers", "gguf", "safetensors", "tokenizers", "jinja2", "concurrent.futures"}
     assert not (parts | others).intersection(modules)
+    assert "numpy" not in modules  # more than half of the time of `billfish --version`
+
+
+FORMATS_ALONE = """
+import importlib, os, sys
+import numpy
+for name in sys.argv[1:]:
+    if os.fork() == 0:
+        importlib.import_module(name)
+        from billfish.core.format import FORMATS
+        os._exit(len(FORMATS) < 20)
+    if os.wait()[1]:
+        print(name)
+"""
+
+
+def test_whoever_asks_for_formats_finds_all_of_them():
+    """Importing billfish imports nothing, so that a module must see to the registry itself."""
+    askers = ["core.tensor", "backends.cpu.tensors", "ops.ggml_blocks", "checkpoints", "llm", "quantizing.sensitivity"]
+    names = [f"billfish.{name}" for name in (*askers, "nn", "cli.formats", "cli.explain", "cli.info", "cli.doctor")]
+    done = subprocess.run([sys.executable, "-c", FORMATS_ALONE, *names], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 def test_names_that_are_imported_when_used_are_there():

@@ -39,6 +39,15 @@ UNWINDER = [
     "_Unwind_SetIP",
 ]
 
+# Of Apple's linker, zig's knows neither bundles, where Python takes libraries as well, nor nanobind's list of the names
+# that Python will have, so that all unknown names are left to be found by Python's.
+MACOS_LINKER = """
+for word; do
+  shift
+  case $word in -bundle) word=-dynamiclib;; -Wl,@*) word=-Wl,-undefined,dynamic_lookup;; esac
+  set -- "$@" "$word"
+done"""
+
 
 def zig() -> str:
     """The compiler's path."""
@@ -111,6 +120,8 @@ def _write_toolchain(platform: Platform, tools: Path) -> str:
     # Paths of this machine are not to be in the modules: the same source gives the same bytes everywhere.
     flags = f"-ffile-prefix-map={ROOT}=. -ffile-prefix-map={Path(zig()).parent}=zig -fno-sanitize=undefined"
     choose = f'case "$*" in *-DBILLFISH_ISA=*) target={platform.kernels};; *) target={platform.target};; esac'
+    if platform.system == "Darwin":
+        choose += MACOS_LINKER
     # nanobind's headers take <cstdio> for granted, which libc++ leaves out of others.
     commands = {
         "cxx": f'{choose}\nexec {shlex.quote(zig())} c++ -target "$target" {flags} -include stdio.h',
