@@ -118,7 +118,7 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
 def _write_toolchain(platform: Platform, tools: Path) -> str:
     """A file for CMake, and the programs that it names: zig with the target, as commands of one word."""
     # Paths of this machine are not to be in the modules: the same source gives the same bytes everywhere.
-    flags = f"-ffile-prefix-map={ROOT}=. -ffile-prefix-map={Path(zig()).parent}=zig -fno-sanitize=undefined"
+    flags = f"-g0 -ffile-prefix-map={ROOT}=. -ffile-prefix-map={Path(zig()).parent}=zig -fno-sanitize=undefined"
     choose = f'case "$*" in *-DBILLFISH_ISA=*) target={platform.kernels};; *) target={platform.target};; esac'
     if platform.system == "Darwin":
         choose += MACOS_LINKER
