@@ -79,7 +79,8 @@ def compile_modules(
         "CMAKE_TOOLCHAIN_FILE": toolchain,
         "CMAKE_BUILD_TYPE": "Release",
         "CMAKE_MAKE_PROGRAM": _program("ninja"),
-        "Python_EXECUTABLE": python.executable,
+        "Python_EXECUTABLE": sys.executable,
+        "BILLFISH_PYTHON_VERSION": "{}.{}".format(*python.version),
         "Python_INCLUDE_DIR": include,
         "nanobind_DIR": nanobind,
         "SKBUILD_SOABI": f"cpython-{python.version[0]}{python.version[1]}-{platform.processor}",
@@ -120,6 +121,8 @@ def _write_toolchain(platform: Platform, tools: Path) -> str:
     # Paths of this machine are not to be in the modules: the same source gives the same bytes everywhere.
     flags = f"-g0 -ffile-prefix-map={ROOT}=. -ffile-prefix-map={Path(zig()).parent}=zig -fno-sanitize=undefined"
     choose = f'case "$*" in *-DBILLFISH_ISA=*) target={platform.kernels};; *) target={platform.target};; esac'
+    # CMake asks what compiler it has by linking a program, for which zig would compile a libc++ of its own.
+    choose += '\ncase "$*" in *CompilerId.cpp*) set -- -c "$@";; esac'
     if platform.system == "Darwin":
         choose += MACOS_LINKER
     # nanobind's headers take <cstdio> for granted, which libc++ leaves out of others.
