@@ -59,6 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key-file", metavar="FILE", help="file of accepted API keys, one per line (default: none)"
     )
     parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name of this server in URLs; may be repeated. Without API keys, public names are refused unless they "
+        "are allowed, against DNS rebinding (default: none)",
+    )
+    parser.add_argument(
         "--strict-fields",
         action="store_true",
         help="refuse requests with unknown fields instead of ignoring these (default: off)",
@@ -103,7 +111,8 @@ def run(arguments: argparse.Namespace) -> None:
             print(_who(arguments.host, bool(keys)), flush=True)
 
         try:
-            Server(service, keys, announce, access_log=not arguments.no_access_log).run([listening])
+            log, names = not arguments.no_access_log, arguments.allow_host
+            Server(service, keys, announce, access_log=log, hosts=names).run([listening])
         finally:
             engine.close(finish=False)
             service.close()

@@ -1,11 +1,11 @@
-"""The attack: `python tests/support/attack/run.py --cases N [--journal FILE] [--only NAME]`; `make attack` runs all of it.
+"""The attack: `python tests/support/attack/run.py --cases N [--journal FILE] [--only NAME]`; `make attack` runs it all.
 
 Each generator makes a case of a seed alone. Workers, processes that do one case after another, are watched: a case may
-not end its worker, nor take 5 s twice, nor 64 MB and 8 times its files of memory; it is accepted, or refused by an error
-of ours. A case that breaks a rule is printed with its seed; `--only NAME --seed SEED` runs it alone.
+not end its worker, nor take 5 s twice, nor 64 MB and 8 times its files of memory. It is accepted, or refused by an
+error of ours. A case that breaks a rule is printed with its seed; `--only NAME --seed SEED` runs it alone.
 
-With `--journal`, each range of seeds that is done is a line of the file, with the commit that it ran at. The same command
-goes on behind the last line after an interrupt, and a larger number of cases adds to those that are there.
+With `--journal`, each range of seeds that is done is a line of the file, with the commit that it ran at. The same
+command goes on behind the last line after an interrupt, and a larger number of cases adds to those that are there.
 """
 
 from __future__ import annotations
