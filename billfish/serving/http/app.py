@@ -8,6 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,12 @@ Handle = Callable[[HttpRequest], Awaitable[ASGIApp]]
 ErrorBody = Callable[[Refusal], dict[str, Any]]
 
 
-def make_app(service: Service, keys: Keys, *, access_log: bool = False, hosts: Collection[str] = ()) -> Starlette:
+def make_app(
+    service: Service, keys: Keys, *, access_log: bool = False, hosts: Collection[str] = (), share_prefixes: bool = False
+) -> Starlette:
     """What uvicorn runs. The page and /health are for everybody, all else for those who have a key. hosts: names of the
-    server, beside those that no stranger can have."""
+    server, beside those that no stranger can have. share_prefixes: prompts of one key may begin with what the KV cache
+    holds of another's."""
     metrics, bodies = Metrics(service), Bodies()
     routes = list[Route]()
 
@@ -87,6 +91,9 @@ def make_app(service: Service, keys: Keys, *, access_log: bool = False, hosts: C
         async def handle(request: HttpRequest) -> ASGIApp:
             body = await read(request, kind)
             asked = await service.read(ask, service, body)
+            if not share_prefixes:
+                own = [replace(each, tenant=request.state.tenant) for each in asked.requests]
+                asked = replace(asked, requests=own)
             request.state.tokens = asked.tokens
             return await respond(service, asked, request.receive)
 
@@ -282,7 +289,8 @@ class Endpoint:
         request = HttpRequest(scope, receive)
         try:
             key = request.headers.get("x-api-key")  # Anthropic's clients send it
-            self._keys.check(request.headers.get("authorization") or (None if key is None else f"Bearer {key}"))
+            given = request.headers.get("authorization") or (None if key is None else f"Bearer {key}")
+            request.state.tenant = self._keys.check(given)
             response = await self._handle(request)
             await response(scope, receive, watched)
         except (ClientGone, ClientDisconnect):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
+import signal
 import socket
 import threading
 from collections.abc import Callable, Collection
@@ -34,12 +36,15 @@ class Server(uvicorn.Server):
         announce: Callable[[], object] = lambda: None,
         access_log: bool = True,
         hosts: Collection[str] = (),
+        share_prefixes: bool = False,
+        read_keys: Callable[[], Keys] | None = None,
     ) -> None:
         """announce: called when it listens and minds signals. access_log: whether to log a line for each request.
-        hosts: further names of the server."""
+        hosts: further names of the server. share_prefixes: among keys. read_keys: called by SIGHUP; what it returns
+        replaces `keys`."""
         connections = Connections(most_connections())
         config = uvicorn.Config(
-            make_app(service, keys, access_log=access_log, hosts=hosts),
+            make_app(service, keys, access_log=access_log, hosts=hosts, share_prefixes=share_prefixes),
             http=partial(LimitedProtocol, others=connections),  # type: ignore[arg-type]
             backlog=ACCEPTED_AT_ONCE,
             log_config=None,
@@ -51,11 +56,24 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.service, self._announce = service, announce
+        self._keys, self._read_keys = keys, read_keys
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
         await super().startup(sockets)
+        if self._read_keys is not None and threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.rotate_keys)
         self._announce()
+
+    def rotate_keys(self) -> None:
+        """Read the keys again. Where they cannot be read, the old ones stay."""
+        assert self._read_keys is not None
+        try:
+            self._keys.replace(self._read_keys())
+        except DataError as error:
+            LOG.error("SIGHUP: the API keys stay as they were. %s", error)
+        else:
+            LOG.info("SIGHUP: read %d API keys", len(self._keys))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come."""
