@@ -56,11 +56,12 @@ test-full: lint
 	$(PYTEST) -m 'full or not full'
 	$(MAKE) docs-commands attack CASES=20000
 
-# The commands of README and docs, from the wheel in an environment of its own. It borrows the packages of the tests (torch, MLX
+# The commands of README and docs, from a wheel (of the ISA levels that are compiled already) in an environment of its own. It borrows the packages of the tests (torch, MLX
 # and transformers are gigabytes) after billfish is installed, so that pip does not take theirs for it.
 docs-commands: $(VENV)/test.stamp
 	rm -rf build/docs-commands
-	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/docs-commands .
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/docs-commands \
+	  -C cmake.define.BILLFISH_LEVELS=native .
 	$(BIN)/python -m venv build/docs-commands/venv
 	build/docs-commands/venv/bin/pip $(PIP_INSTALL) --no-deps build/docs-commands/*.whl
 	$(BIN)/python -c 'import sys; print(*(path for path in sys.path if path.endswith("site-packages")), sep="\n")' \

@@ -28,7 +28,6 @@ MEMORY_BYTES = 64 * 2**20  # beyond the vocabulary
 STACK_BYTES = 4 * 2**20  # much less than the threads of the server have, which compile the schema after us
 ERROR_LENGTH = 500
 LARK = "%llguidance {}"  # what a grammar begins with that is no JSON schema
-Encode = Callable[[str], "list[int] | None"]
 # Bounded white space: small models would otherwise write it for ever. Unknown keywords are errors, and "x-guidance" in
 # a schema cannot change that.
 OPTIONS = {"whitespace_pattern": r"[ \t\n]{0,16}", "lenient": False, "coerce_one_of": False}
