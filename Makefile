@@ -70,10 +70,11 @@ docs-commands: $(VENV)/test.stamp
 	$(BIN)/python tests/support/docs_commands/run.py build/docs-commands/venv/bin
 
 # 100,000 hostile files and calls, 500 races between processes and 200 kills: tests/support/attack. A part of it is in `make test`.
+# An interrupted run goes on from its journal; `rm build/attack.jsonl` starts anew.
 CASES := 100000
 
 attack: $(VENV)/test.stamp
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/support/attack/run.py --cases $(CASES) --processes --json build/attack.json
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/support/attack/run.py --cases $(CASES) --processes --journal build/attack.jsonl --json build/attack.json
 
 # billfish in vLLM, in an environment of its own: vLLM pins other versions than the tests have. Of what it brings for pictures and
 # sounds nothing is used, and builds of that for another torch would stop its import.

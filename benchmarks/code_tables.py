@@ -15,16 +15,16 @@ from benchmarks.tables import table
 from billfish.checkpoints.mixes import MIXES
 from billfish.cli.formats import COLUMNS, format_rows
 from billfish.core.format import FORMATS
-from billfish.llm import grammar, grammar_process
+from billfish.llm import chat_template_process, detokenizer, grammar, grammar_process
 from billfish.quantizing.calibrate_checkpoint import TOKENS
-from billfish.serving.api import openai_responses
+from billfish.serving.api import openai_responses, service, settings
 from billfish.serving.api.chat import ChatBody
 from billfish.serving.api.completions import CompletionBody
 from billfish.serving.api.embeddings import MOST_TEXTS, EmbeddingBody
 from billfish.serving.api.request_bodies import Body, accepted_words
 from billfish.serving.engine import grammar_compiler
 from billfish.serving.engine.requests import EngineCounts
-from billfish.serving.http import app, metrics
+from billfish.serving.http import app, limits, metrics
 
 # ---- formats ----------------------------------------------------------------------------------------------------
 
@@ -191,7 +191,29 @@ def server_paths() -> str:
 
 def server_body() -> str:
     """What is wrong with a body that is too slow or too large."""
-    return f"the body did not arrive within {app.BODY_SECONDS:g} s, or exceeds {app.BODY_BYTES >> 20} MiB"
+    return f"the body did not arrive within {limits.BODY_SECONDS:g} s, or exceeds {limits.BODY_BYTES >> 20} MiB"
+
+
+def server_limits() -> str:
+    """What a client may send, and what becomes of more."""
+    mib = 2**20
+    rows = [
+        ["request line, headers and trailers", f"{limits.HEAD_BYTES >> 10} KiB, {limits.HEAD_LINES} lines", "431"],
+        ["time to send them", f"{limits.HEAD_SECONDS:g} s", "408"],
+        ["connections", f"{limits.CONNECTIONS:,}, or what `ulimit -n` leaves", "the oldest idle one is closed"],
+        ["body", f"{limits.BODY_BYTES // mib} MiB, {limits.BODY_BRACKETS:,} lists and objects", "413"],
+        ["time to send a body", f"{limits.BODY_SECONDS:g} s", "408"],
+        ["all bodies that arrive together", f"{limits.BODIES_BYTES // mib} MiB", "503 for the oldest"],
+        ["messages, tokens of a prompt", "`--context`", "400"],
+        ["answers to a request", f"`--streams` + `--queue`, {service.MOST_ANSWERS}", "400"],
+        ["texts to embed or to rank", f"{MOST_TEXTS:,}", "400"],
+        ["stop strings", f"{detokenizer.MOST_STOPS}, of {detokenizer.LONGEST_STOP:,} characters each", "400"],
+        ["entries of `logit_bias`", f"{settings.MOST_BIASES:,}", "400"],
+        ["CPU time of a chat template", f"{chat_template_process.SECONDS} s", "400"],
+        ["a JSON schema", "[its own limits](serving-api.md)", "400"],
+        ["responses that are kept", f"{openai_responses.MOST_STORED}, {openai_responses.MOST_BYTES // mib} MiB", "404"],
+    ]
+    return table([["what", "at most", "more gives"], *rows])
 
 
 def default(body: type[Body], field: str) -> str:
@@ -257,6 +279,7 @@ CODE: dict[str, Callable[[], str]] = {
     "server-paths": server_paths,
     "stored-responses": stored_responses,
     "server-body": server_body,
+    "server-limits": server_limits,
     "server-fields": server_fields,
     "embedding-fields": embedding_fields,
     "server-metrics": server_metrics,

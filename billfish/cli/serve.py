@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import logging
+import signal
 
 from billfish.cli.model_arguments import add_model_arguments, load_model, model_of, set_threads
 from billfish.core.extras import folder_of
@@ -56,7 +57,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "processes: --api-key-file is safer (default: none)",
     )
     parser.add_argument(
-        "--api-key-file", metavar="FILE", help="file of accepted API keys, one per line (default: none)"
+        "--api-key-file",
+        metavar="FILE",
+        help="file of accepted API keys, one per line; SIGHUP reads it again (default: none)",
+    )
+    parser.add_argument(
+        "--share-prefixes",
+        action="store_true",
+        help="reuse the KV cache of equal prompt prefixes among API keys. It saves time, and shows one key, by time "
+        "and cached_tokens, how prompts of others begin (default: off)",
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name of this server in URLs; may be repeated. Without API keys, public names are refused unless they "
+        "are allowed, against DNS rebinding (default: none)",
     )
     parser.add_argument(
         "--strict-fields",
@@ -74,13 +91,17 @@ def run(arguments: argparse.Namespace) -> None:
         folder_of(package, "serve")
     from billfish.serving.api.service import Service  # here: they need these packages
     from billfish.serving.engine.engine import Engine
-    from billfish.serving.http.keys import checked_keys, read_keys
+    from billfish.serving.http.keys import Keys, checked_keys, read_keys
     from billfish.serving.http.server import Server, address, listen
 
     path = model_of("serve", arguments)
-    keys = checked_keys("--api-key", arguments.api_key)
-    if arguments.api_key_file is not None:
-        keys |= read_keys(arguments.api_key_file)
+
+    def all_keys() -> Keys:
+        given = checked_keys("--api-key", arguments.api_key)
+        return given if arguments.api_key_file is None else given | read_keys(arguments.api_key_file)
+
+    keys = all_keys()
+    reread = all_keys if arguments.api_key_file is not None and hasattr(signal, "SIGHUP") else None
     with listen(arguments.host, arguments.port) as listening:
         set_threads("serve", arguments.threads)
         start_process()
@@ -103,7 +124,9 @@ def run(arguments: argparse.Namespace) -> None:
             print(_who(arguments.host, bool(keys)), flush=True)
 
         try:
-            Server(service, keys, announce, access_log=not arguments.no_access_log).run([listening])
+            log, names = not arguments.no_access_log, arguments.allow_host
+            options = {"access_log": log, "hosts": names, "share_prefixes": arguments.share_prefixes}
+            Server(service, keys, announce, **options, read_keys=reread).run([listening])
         finally:
             engine.close(finish=False)
             service.close()

@@ -34,6 +34,7 @@ from billfish.core.files import path_of
 from billfish.core.progress import OnProgress, follow
 from billfish.core.typing import Activations, CacheType, Method
 from billfish.llm.chat_template import RESERVED, ChatTemplate, Message
+from billfish.llm.control_names import ControlNames
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.devices import check_device, make_decoder
 from billfish.llm.drafting.draft_model import ModelDrafter, check_vocabulary
@@ -325,6 +326,10 @@ class Model:
         return NgramDrafter()
 
     @cached_property
+    def _control_names(self) -> ControlNames:
+        return ControlNames(self.tokenizer)
+
+    @cached_property
     def _vocabulary(self) -> Vocabulary:
         """The tokens for grammars, made once for all requests."""
         from billfish.llm.grammar import Vocabulary
@@ -404,7 +409,8 @@ class Model:
             raise DataError(bad_argument(CALL, "prompt", found, PROMPTS))
         if self.template is None:
             raise ModelError(failure(CALL, "this model has no chat template for messages", "Pass a string."))
-        return self.tokenizer.encode(self.template.render(messages, **extra))
+        guarded = self._control_names.guarded
+        return self.tokenizer.encode(self.template.render(guarded(messages), **guarded(extra)))
 
     def logits(self, tokens: Sequence[int], *, activations: Activations | None = None) -> NDArray[np.float32]:
         """Return the logits after each token: [tokens, vocabulary].
@@ -474,7 +480,7 @@ class Model:
             >>> model
             Model('small llama', closed)
         """
-        for name in (*HELD, "template", "_vocabulary"):
+        for name in (*HELD, "template", "_vocabulary", "_control_names"):
             self.__dict__.pop(name, None)
         gc.collect()  # a decoder and its layers refer to each other
 

@@ -20,7 +20,7 @@ from serving_http import TOOLS_TEMPLATE, Running, process, send, serving, until
 from billfish.cli import serve
 from billfish.cli.main import main
 from billfish.core.errors import DataError
-from billfish.serving.http import app, keys
+from billfish.serving.http import bodies, keys
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 MESSAGES = [{"role": "user", "content": "ab"}]
@@ -84,6 +84,7 @@ def refused(server: Running, path: str, body: object, status: int = 400) -> dict
         ("logit_bias", {"x": 1}, ["tokens from 0 to 260"]),
         ("logit_bias", {"5": 101}, ["from -100 to 100"]),
         ("logit_bias", [5], ["an object"]),
+        ("logit_bias", {str(token): 1 for token in range(1025)}, ["an object of 1025", "at most 1024"]),
         ("logprobs", 1, ["is 1", "true or false"]),
         ("top_logprobs", 3, ['"logprobs": true']),
         ("response_format", "json", ['"json"', "an object", "type"]),
@@ -210,7 +211,7 @@ def test_a_hostile_body_is_refused(server, body):
 
 
 def test_a_body_that_is_too_large(server, monkeypatch):
-    monkeypatch.setattr(app, "BODY_BYTES", 100_000)
+    monkeypatch.setattr(bodies, "BODY_BYTES", 100_000)
     assert refused(server, COMPLETIONS, b"x" * 100_001, 413)["code"] == "body_too_large"
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc)
     parts = iter([b"x" * 1000] * 500)  # chunked, without a length
@@ -222,7 +223,7 @@ def test_a_body_that_is_too_large(server, monkeypatch):
 
 
 def test_a_body_that_does_not_come(server, monkeypatch):
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.1)
     with socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port)) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
         client.sendall(b"Content-Length: 10\r\n\r\n{")

@@ -48,13 +48,18 @@ class Running:
 
 @contextmanager
 def serving(
-    path: Path, *, keys: list[str] | None = None, strict_fields: bool = False, **options: Any
+    path: Path,
+    *,
+    keys: list[str] | None = None,
+    strict_fields: bool = False,
+    share_prefixes: bool = False,
+    **options: Any,
 ) -> Iterator[Running]:
     """A server on a free port. options: the engine's."""
     model = load(path, progress=False)
     engine = Engine(model, **{"activations": "exact", **options})
     service = Service(engine, model, path.stem, strict_fields=strict_fields)
-    server = Server(service, Keys(keys or []))
+    server = Server(service, Keys(keys or []), share_prefixes=share_prefixes)
     with listen("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()

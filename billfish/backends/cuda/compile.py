@@ -1,21 +1,21 @@
 """CUDA C++ to machine code: NVRTC through cuda-core, once for each kernel and architecture, kept on disk.
 
 No GPU and no toolkit is needed, only the extra `cuda`. The name of a file in the cache is a hash of all
-that its content depends on, and it is written under a temporary name and renamed, so processes may share the folder.
+that its content depends on. The folder is the user's own: :mod:`billfish.core.kernel_cache`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from billfish.core.errors import BackendUnavailable
 from billfish.core.extras import how_to_install
-from billfish.core.files import write_atomically
-from billfish.core.machine import cache_folder
+from billfish.core.kernel_cache import KernelCache
 
 SOURCES = Path(__file__).parent
 INSTALL = how_to_install("cuda")
@@ -62,17 +62,14 @@ def kernel_name(source: str, macros: dict[str, str], arch: str) -> str:
 
 def compile_kernel(source: str, macros: dict[str, str], arch: str) -> bytes:
     """The cubin of a .cu file for an architecture such as "sm_90a", from the cache if it is there."""
-    path = cache_folder("cuda") / f"{kernel_name(source, macros, arch)}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        pass
+    name = f"{kernel_name(source, macros, arch)}.cubin"
+    with suppress(OSError):  # a read-only home, or the folder of another user
+        found = KernelCache("cuda").find(name)
+        if found is not None:
+            return found.read_bytes()
     code, _ = compile_fresh(source, macros, arch)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, code)
-    except OSError:  # a read-only home: compiled again next time
-        pass
+    with suppress(OSError):  # compiled again next time
+        KernelCache("cuda").add(name, code)
     return code
 
 

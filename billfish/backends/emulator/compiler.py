@@ -23,7 +23,7 @@ from billfish.backends.emulator.hostile import flush_halves
 from billfish.backends.emulator.sites import annotate
 from billfish.core.errors import BackendUnavailable
 from billfish.core.extras import how_to_install
-from billfish.core.machine import cache_folder
+from billfish.core.kernel_cache import KernelCache
 
 HERE = Path(__file__).parent
 SHIM, RUNTIME = HERE / "shim", HERE / "runtime"
@@ -68,8 +68,8 @@ class Compiler:
     def run(self, arguments: Sequence[str | Path], folder: Path) -> None:
         """Runs it in `folder`; its complaints are the exception's message."""
         environment = os.environ | {
-            "ZIG_GLOBAL_CACHE_DIR": str(library_folder() / "zig"),
-            "ZIG_LOCAL_CACHE_DIR": str(library_folder() / "zig"),
+            "ZIG_GLOBAL_CACHE_DIR": str(libraries().folder / "zig"),
+            "ZIG_LOCAL_CACHE_DIR": str(libraries().folder / "zig"),
         }
         command = [*self.command, *self.target, *map(str, arguments)]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -103,11 +103,9 @@ def find_compiler() -> Compiler:
 
 
 @cache
-def library_folder() -> Path:
-    """Where compiled kernels are kept, which exists."""
-    folder = cache_folder("metal-emulator")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def libraries() -> KernelCache:
+    """Compiled kernels."""
+    return KernelCache("metal-emulator")
 
 
 @cache
@@ -122,13 +120,14 @@ def _cached(key: Sequence[str], suffix: str, make: Callable[[Path, Path], None])
     compiler = find_compiler()
     whole = [sys.platform, platform.machine(), compiler.version, *compiler.target, *key]
     digest = hashlib.sha256("\0".join(whole).encode() + b"\0" + _own_sources()).hexdigest()[:24]
-    result = library_folder() / f"{digest}{suffix}"
-    if not result.exists():
-        with tempfile.TemporaryDirectory(dir=library_folder(), prefix="making-") as folder:
-            made = Path(folder) / result.name
+    name = f"{digest}{suffix}"
+    found = libraries().find(name)
+    if found is None:
+        with tempfile.TemporaryDirectory(dir=libraries().folder, prefix="making-") as folder:
+            made = Path(folder) / name
             make(Path(folder), made)
-            made.replace(result)
-    return result
+            found = libraries().add(name, made.read_bytes())
+    return found
 
 
 @cache

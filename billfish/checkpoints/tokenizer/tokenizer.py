@@ -19,6 +19,7 @@ CALL = "llm.load"
 # Kinds of tokens, GGUF's numbers.
 NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6
 WITHOUT_TOKENIZER = "Without a tokenizer the model takes and gives token ids alone."
+MARK = "\ufdd0"  # a character that no text has. It keeps what is around it apart, and is not encoded itself
 TOKEN_COST = 500  # bytes of memory for all that is known about one token
 
 
@@ -74,13 +75,28 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True, start: bool = True) -> list[int]:
         """Token ids of `text`. special: control tokens written in the text count as such. start: begin with the
-        token that models expect first, where this one does."""
+        token that models expect first, where this one does. What a `MARK` keeps apart is no control token."""
         with self._turn, library_errors("the tokenizer cannot encode the text"):
             self.encoder.encode_special_tokens = not special
-            ids: list[int] = self.encoder.encode(text, add_special_tokens=False).ids
+            encoded = self.encoder.encode(text, add_special_tokens=False)
+            ids: list[int] = encoded.ids
+            if MARK in text:
+                self.encoder.encode_special_tokens = True
+                ids = self._without_marks(text, ids, encoded.offsets)
         if start and self.starts_with_bos and self.bos is not None and ids[:1] != [self.bos]:
             ids = [self.bos, *ids]
         return ids
+
+    def _without_marks(self, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[int]:
+        """The tokens of a text without those of its marks. offsets: the characters of each token."""
+        kept = list[int]()
+        for token, (start, end) in zip(ids, offsets, strict=True):
+            covered = text[start:end]
+            if MARK not in covered:
+                kept.append(token)
+            elif rest := covered.replace(MARK, ""):  # a token of a mark and its neighbours
+                kept += self.encoder.encode(rest, add_special_tokens=False).ids
+        return kept
 
     def piece_bytes(self, token: int) -> bytes:
         """What a token adds to the text; control tokens add nothing."""

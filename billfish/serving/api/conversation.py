@@ -102,7 +102,7 @@ def prepare(service: Service, asked: Conversation, format: Format) -> Asked:
 
 
 def render(service: Service, asked: Conversation) -> str:
-    """The prompt's text."""
+    """The prompt's text. Names of control tokens that the client wrote have a `MARK` in them."""
     if reserved := RESERVED.intersection(asked.variables):
         raise wrong("chat_template_kwargs", ", ".join(sorted(reserved)), "variables that have no field of their own")
     template, syntax = service.template(asked.place), service.syntax
@@ -117,11 +117,12 @@ def render(service: Service, asked: Conversation) -> str:
         tools = []
     if not syntax.takes_system:
         turns = _without_system(turns)
-    messages = [_message(turn, syntax) for turn in turns]
+    guarded = service.control_names.guarded
+    messages, tools, variables = guarded([_message(turn, syntax) for turn in turns]), guarded(tools), guarded(variables)
     if not asked.goes_on:
         return template.render(messages, tools or None, **variables)
     # The template closes the last message: the prompt ends behind what the message says.
-    said = turns[-1].text
+    said = guarded(turns[-1].text)
     text = template.render(messages, tools or None, **{**variables, "add_generation_prompt": False})
     before, found, _ = text.rpartition(said.strip())
     if not found or not said.strip():

@@ -36,6 +36,7 @@ LIMIT_WORDS = {
     "maximum": " to {}",
     "minItems": " of at least {}",
     "maxItems": " of at most {}",
+    "maxProperties": " of at most {}",
     "minLength": " of {}",
     "maxLength": " to {} characters",
     "pattern": " that matches {}",

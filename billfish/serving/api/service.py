@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from billfish.checkpoints.tokenizer.tokenizer import CONTROL
 from billfish.core.errors import readable
 from billfish.llm.chat_template import ChatTemplate
+from billfish.llm.control_names import ControlNames
 from billfish.llm.conversation.derive import derive
 from billfish.llm.conversation.syntax import ChatSyntax
 from billfish.llm.detokenizer import Piece
@@ -120,6 +121,12 @@ class Service:
         ends = self.model.tokenizer.ends
         found = {token for name, token in self.control_tokens.items() if name and any(name in text for text in names)}
         return frozenset(found - set(ends))
+
+    @cached_property
+    def control_names(self) -> ControlNames:
+        """Names that are no control tokens where a client writes them."""
+        marks = {self.model.tokenizer.pieces[token] for token in self.marks}
+        return ControlNames(self.model.tokenizer, marks)
 
     @cached_property
     def defaults(self) -> dict[str, float]:

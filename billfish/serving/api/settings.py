@@ -17,6 +17,7 @@ from billfish.serving.api.request_bodies import Body, Limits, refuse, too_long, 
 from billfish.serving.engine.requests import Request
 
 LARGEST_SEED = 2**63 - 1
+MOST_BIASES = 1024
 Whole = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 AtMost = Annotated[int, Meta(ge=-1)]  # of tokens; -1 is as many as fit
@@ -168,7 +169,7 @@ class Options(Body):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Repetition | None = None
-    logit_bias: dict[str, Bias] = {}
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=MOST_BIASES)] = {}
     n: Positive = 1
     stop: Stops = []
     stream: bool = False

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from billfish.checkpoints.tokenizer.tokenizer import MARK
 from billfish.serving.api.chat import ChatBody, conversation_of
 from billfish.serving.api.conversation import render
 from billfish.serving.api.request_bodies import Body, refuse, shown
@@ -82,4 +83,4 @@ def apply_template(service: Service, body: TextBody) -> dict[str, Any]:
     """The prompt that messages make."""
     if body.messages is None:
         raise refuse("messages", "messages is missing; expected a list of messages.")
-    return {"prompt": render(service, conversation_of(_chat(body)))}
+    return {"prompt": render(service, conversation_of(_chat(body))).replace(MARK, "")}

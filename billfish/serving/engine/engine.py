@@ -281,7 +281,7 @@ class Engine:
         self._remove([job for job in waiting if job.finished])
 
     def _start(self, job: Job) -> None:
-        job.slot = self._slots.take(job.prompt if isinstance(job, Answer) else None)
+        job.slot = self._slots.take(*(job.prompt, job.tenant) if isinstance(job, Answer) else (None,))
         with self._changed:
             self._waiting.remove(job)
             self._running.append(job)

@@ -84,7 +84,7 @@ class Answer(Job):
         context: int,
     ) -> None:
         super().__init__(list(request.prompt), cuts)
-        self.ticket = ticket
+        self.ticket, self.tenant = ticket, request.tenant
         self.sampler = RequestSampler(request.sampling, request.prompt, matcher, request.logprobs)
         self._on_piece = on_piece
         most = min(request.max_tokens, context - len(request.prompt) + 1)

@@ -58,11 +58,13 @@ def cuts_for(decoder: Decoder, activations: Activations | None) -> Cuts:
 
 
 class Slot:
-    """A cache, and whether somebody has it. read: of its tokens, the first ones that were read as a prompt is."""
+    """A cache, and whether somebody has it. read: of its tokens, the first ones that were read as a prompt is. tenant:
+    whose tokens they are."""
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.taken = False
+        self.tenant = b""
         self.read = 0
         self.last_used = -1
 
@@ -92,25 +94,25 @@ class Slots:
         caches = [slot.cache for slot in self._slots]
         return sum(cache.nbytes * len(cache.tokens) // cache.capacity for cache in caches)
 
-    def reuse(self, prompt: list[int]) -> int:
-        """How many tokens of a prompt need not be read."""
-        return self._nearest(prompt)[1]
+    def reuse(self, prompt: list[int], tenant: bytes = b"") -> int:
+        """How many tokens of a tenant's prompt need not be read."""
+        return self._nearest(prompt, tenant)[1]
 
-    def take(self, prompt: list[int] | None) -> Slot:
-        """A free slot. It holds as much of the prompt as some slot does; None: nothing.
+    def take(self, prompt: list[int] | None, tenant: bytes = b"") -> Slot:
+        """A free slot. It holds as much of the prompt as some slot of the tenant does; None: nothing.
 
         The nearest slot itself is taken if it is free and most of its text is in the prompt. Else its beginning is
         copied to the slot that was given back longest ago.
         """
         slot = min((slot for slot in self._slots if not slot.taken), key=lambda slot: slot.last_used)
-        source, length = (slot, 0) if prompt is None else self._nearest(prompt)
+        source, length = (slot, 0) if prompt is None else self._nearest(prompt, tenant)
         if not source.taken and 2 * length >= len(source.cache.tokens):
             slot = source
         if slot is not source and length:
             slot.cache.begin_as(source.cache, length)
             slot.read = min(source.read, length)
         slot.hold(length)
-        slot.taken = True
+        slot.taken, slot.tenant = True, tenant
         return slot
 
     def give_back(self, slot: Slot, *, keep: bool) -> None:
@@ -124,10 +126,13 @@ class Slots:
         for slot in self._slots:
             self.give_back(slot, keep=False)
 
-    def _nearest(self, prompt: list[int]) -> tuple[Slot, int]:
-        """The slot with the longest beginning of the prompt, and how much of that is of use."""
+    def _nearest(self, prompt: list[int], tenant: bytes) -> tuple[Slot, int]:
+        """The slot with the longest beginning of the prompt, and how much of that is of use: what others have read is
+        of none, or time and `cached_tokens` would tell their prompts."""
 
         def length(slot: Slot) -> int:
+            if slot.tenant != tenant:
+                return 0
             tokens = slot.cache.tokens[: slot.read] if self._exact else slot.cache.tokens
             kept = slot.cache.restorable(self._cuts.reusable(shared_length(tokens, prompt), len(prompt)))
             while kept % self._cuts.step:  # the end of a message within a chunk

@@ -31,7 +31,8 @@ class Request:
     prompt: token ids. max_tokens: of the answer, at most. stop: texts that end the answer; none of their text is given
     out. logprobs: so many alternatives for each token; 0 is the chosen one alone, None no probabilities at all.
     grammar: what the whole answer must be; `Engine.compile` makes it. An answer that `max_tokens` cuts may be only the
-    beginning of that. shown: control tokens whose names are part of the text.
+    beginning of that. shown: control tokens whose names are part of the text. tenant: who asks; only
+    prompts of the same tenant share a KV cache.
     """
 
     prompt: list[int]
@@ -41,6 +42,7 @@ class Request:
     logprobs: int | None = None
     grammar: CompiledGrammar | None = None
     shown: frozenset[int] = frozenset()
+    tenant: bytes = b""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

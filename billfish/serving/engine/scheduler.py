@@ -17,9 +17,9 @@ def is_being_read(job: Job, running: Sequence[Job], slots: Slots, cuts: Cuts) ->
         reader, length = job.waits_for
         if not reader.finished and len(reader.slot.cache.tokens) < length:
             return True
-    job.waits_for, most = None, slots.reuse(job.prompt)
+    job.waits_for, most = None, slots.reuse(job.prompt, job.tenant)
     for other in running:
-        if isinstance(other, Answer) and other.left > 0:
+        if isinstance(other, Answer) and other.left > 0 and other.tenant == job.tenant:
             length = cuts.reusable(shared_length(other.prompt, job.prompt), len(job.prompt))
             if length > most:
                 job.waits_for, most = (other, length), length

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,13 @@ from billfish.serving.api.embeddings import (
 )
 from billfish.serving.api.request_bodies import AnyBody, Body, Refusal, header_of, parse
 from billfish.serving.api.service import Service
+from billfish.serving.http.bodies import Bodies
+from billfish.serving.http.hosts import HostCheck
 from billfish.serving.http.keys import Keys
 from billfish.serving.http.metrics import CONTENT_TYPE, Metrics
 from billfish.serving.http.openapi import description, description_page
 
 LOG, ACCESS = logging.getLogger("billfish.serving"), logging.getLogger("billfish.access")
-BODY_BYTES = 8 * 2**20
-BODY_SECONDS = 60.0  # to send a body in
 MODELS, RESPONSES = "/v1/models", "/v1/responses"
 PAGE = Path(__file__).with_name("page.html")
 
@@ -53,9 +53,13 @@ Handle = Callable[[HttpRequest], Awaitable[ASGIApp]]
 ErrorBody = Callable[[Refusal], dict[str, Any]]
 
 
-def make_app(service: Service, keys: Keys, *, access_log: bool = False) -> Starlette:
-    """What uvicorn runs. The page and /health are for everybody, all else for those who have a key."""
-    metrics = Metrics(service)
+def make_app(
+    service: Service, keys: Keys, *, access_log: bool = False, hosts: Collection[str] = (), share_prefixes: bool = False
+) -> Starlette:
+    """What uvicorn runs. The page and /health are for everybody, all else for those who have a key. hosts: names of the
+    server, beside those that no stranger can have. share_prefixes: prompts of one key may begin with what the KV cache
+    holds of another's."""
+    metrics, bodies = Metrics(service), Bodies()
     routes = list[Route]()
 
     def add(
@@ -73,8 +77,8 @@ def make_app(service: Service, keys: Keys, *, access_log: bool = False) -> Starl
 
     async def read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
         """The body. Fields that are ignored, and the name of another model, are told in headers."""
-        data = await read_body(request)
-        body, ignored = await service.read(lambda: parse(data, kind, strict=service.strict_fields))
+        async with bodies.read(request) as data:
+            body, ignored = await service.read(lambda: parse(data, kind, strict=service.strict_fields))
         request.state.headers = headers = list[tuple[bytes, bytes]]()
         if ignored:
             service.tell_ignored(request.url.path, ignored)
@@ -87,6 +91,9 @@ def make_app(service: Service, keys: Keys, *, access_log: bool = False) -> Starl
         async def handle(request: HttpRequest) -> ASGIApp:
             body = await read(request, kind)
             asked = await service.read(ask, service, body)
+            if not share_prefixes:
+                own = [replace(each, tenant=request.state.tenant) for each in asked.requests]
+                asked = replace(asked, requests=own)
             request.state.tokens = asked.tokens
             return await respond(service, asked, request.receive)
 
@@ -221,7 +228,7 @@ def make_app(service: Service, keys: Keys, *, access_log: bool = False) -> Starl
     return Starlette(
         routes=routes,
         exception_handlers={HTTPException: no_such_path},
-        middleware=[Middleware(AccessLog)] if access_log else [],
+        middleware=[*([Middleware(AccessLog)] if access_log else []), Middleware(HostCheck, keys, hosts)],
     )
 
 
@@ -282,7 +289,8 @@ class Endpoint:
         request = HttpRequest(scope, receive)
         try:
             key = request.headers.get("x-api-key")  # Anthropic's clients send it
-            self._keys.check(request.headers.get("authorization") or (None if key is None else f"Bearer {key}"))
+            given = request.headers.get("authorization") or (None if key is None else f"Bearer {key}")
+            request.state.tenant = self._keys.check(given)
             response = await self._handle(request)
             await response(scope, receive, watched)
         except (ClientGone, ClientDisconnect):
@@ -309,37 +317,6 @@ async def no_such_path(request: HttpRequest, error: Exception) -> Response:
     message = f"There is no {asked}. This server has {known}."
     refusal = Refusal(error.status_code, message.replace("{name:path}", "NAME"), None, "unknown_url")
     return json_response(refusal.body(), refusal.status, error.headers)
-
-
-async def read_body(request: HttpRequest) -> bytes:
-    """The body of a request for JSON, if it is not too large and comes in time."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    by_browser = "origin" in request.headers or "sec-fetch-site" in request.headers
-    # A browser sends application/json to its own page's server alone. Some programs send no type at all.
-    if kind != "application/json" and (kind or by_browser):
-        message = f"The Content-Type is {readable(kind or 'missing')}; expected application/json."
-        fix = "With curl, add -H 'Content-Type: application/json'."
-        raise Refusal(415, f"{message} {fix}", None, "unsupported_media_type")
-    if int(request.headers.get("content-length", 0)) > BODY_BYTES:
-        raise _too_large(f"{request.headers['content-length']} bytes")
-
-    async def read() -> bytes:
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > BODY_BYTES:
-                raise _too_large(f"more than {BODY_BYTES} bytes")
-        return bytes(body)
-
-    try:
-        return await asyncio.wait_for(read(), BODY_SECONDS)
-    except asyncio.TimeoutError:
-        message = f"The body did not arrive within {BODY_SECONDS:g} s."
-        raise Refusal(408, message, None, "body_timeout", connection="close") from None
-
-
-def _too_large(size: str) -> Refusal:
-    return Refusal(413, f"The body has {size}. The limit is {BODY_BYTES} bytes.", None, "body_too_large")
 
 
 @cache

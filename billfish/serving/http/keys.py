@@ -22,16 +22,24 @@ class Keys:
         both._digests = self._digests + other._digests
         return both
 
+    def replace(self, other: Keys) -> None:
+        """Let in the keys of another object instead, from now on."""
+        self._digests = other._digests
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def check(self, authorization: str | None) -> None:
-        """Raises 401 unless the header `Authorization` brings a key.
+    def check(self, authorization: str | None) -> bytes:
+        """The digest of the key that the header `Authorization` brings; empty where there are no keys. Raises 401 for
+        any other.
 
         All keys are compared, each in a time that does not depend on where it differs or how long it is.
         """
         if not self._digests:
-            return
+            return b""
         scheme, _, key = (authorization or "").partition(" ")
         given = _digest(key.strip())
         known = sum(hmac.compare_digest(given, digest) for digest in self._digests)
@@ -39,6 +47,7 @@ class Keys:
             problem = "The request has no API key." if authorization is None else "The API key is wrong."
             message = f"{problem} Send the header Authorization: Bearer KEY."
             raise Refusal(401, message, None, "invalid_api_key", www_authenticate="Bearer")
+        return given
 
 
 def read_keys(path: str) -> Keys:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
+import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -15,10 +18,11 @@ from billfish.core.errors import DataError, readable
 from billfish.serving.api.service import Service
 from billfish.serving.http.app import make_app
 from billfish.serving.http.keys import Keys
+from billfish.serving.http.limits import ACCEPTED_AT_ONCE, most_connections
+from billfish.serving.http.protocol import Connections, LimitedProtocol
 
 LOG = logging.getLogger("billfish.serving")
 READER_SECONDS = 10  # for slow clients to read what was finished
-BACKLOG = 1024  # connections that wait to be accepted
 
 
 class Server(uvicorn.Server):
@@ -26,11 +30,23 @@ class Server(uvicorn.Server):
     ends. A second signal ends it at once."""
 
     def __init__(
-        self, service: Service, keys: Keys, announce: Callable[[], object] = lambda: None, access_log: bool = True
+        self,
+        service: Service,
+        keys: Keys,
+        announce: Callable[[], object] = lambda: None,
+        access_log: bool = True,
+        hosts: Collection[str] = (),
+        share_prefixes: bool = False,
+        read_keys: Callable[[], Keys] | None = None,
     ) -> None:
-        """announce: called when it listens and minds signals. access_log: whether to log a line for each request."""
+        """announce: called when it listens and minds signals. access_log: whether to log a line for each request.
+        hosts: further names of the server. share_prefixes: among keys. read_keys: called by SIGHUP; what it returns
+        replaces `keys`."""
+        connections = Connections(most_connections())
         config = uvicorn.Config(
-            make_app(service, keys, access_log=access_log),
+            make_app(service, keys, access_log=access_log, hosts=hosts, share_prefixes=share_prefixes),
+            http=partial(LimitedProtocol, others=connections),  # type: ignore[arg-type]
+            backlog=ACCEPTED_AT_ONCE,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -40,11 +56,24 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.service, self._announce = service, announce
+        self._keys, self._read_keys = keys, read_keys
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
         await super().startup(sockets)
+        if self._read_keys is not None and threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.rotate_keys)
         self._announce()
+
+    def rotate_keys(self) -> None:
+        """Read the keys again. Where they cannot be read, the old ones stay."""
+        assert self._read_keys is not None
+        try:
+            self._keys.replace(self._read_keys())
+        except DataError as error:
+            LOG.error("SIGHUP: the API keys stay as they were. %s", error)
+        else:
+            LOG.info("SIGHUP: read %d API keys", len(self._keys))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come."""
@@ -69,7 +98,7 @@ def listen(host: str, port: int) -> socket.socket:
     if not 0 <= port < 65536:
         raise DataError(f"serve: --port {port} is no port. Choose one from 1 to 65535, or 0 for any free one.")
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=ACCEPTED_AT_ONCE)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             what = f"Port {port} of {host} is in use. Choose another with --port, or --port 0 for any free one."

@@ -27,7 +27,7 @@ kernel = emulator.metal_kernel("thrice", ["x"], ["y"], source)
               output_dtypes=[np.int32])
 print(y.tolist())
 """
-CACHED = (compiler.find_compiler, compiler.library_folder, compiler.runtime_library)
+CACHED = (compiler.find_compiler, compiler.libraries, compiler.runtime_library)
 
 
 @pytest.fixture

@@ -1,8 +1,11 @@
-"""The attack: `python tests/support/attack/run.py --cases N [--json FILE] [--only NAME]`; `make attack` runs all of it.
+"""The attack: `python tests/support/attack/run.py --cases N [--journal FILE] [--only NAME]`; `make attack` runs it all.
 
 Each generator makes a case of a seed alone. Workers, processes that do one case after another, are watched: a case may
-not end its worker, nor take 10 s, nor 64 MB and 8 times its files of memory; it is accepted, or refused by an error of
-ours. A case that breaks a rule is printed with its seed; `--only NAME --seed SEED` runs it alone.
+not end its worker, nor take 5 s twice, nor 64 MB and 8 times its files of memory. It is accepted, or refused by an
+error of ours. A case that breaks a rule is printed with its seed; `--only NAME --seed SEED` runs it alone.
+
+With `--journal`, each range of seeds that is done is a line of the file, with the commit that it ran at. The same
+command goes on behind the last line after an interrupt, and a larger number of cases adds to those that are there.
 """
 
 from __future__ import annotations
@@ -32,28 +35,32 @@ from typing import Any
 TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 
-SECONDS = 10.0
+SECONDS = 5.0
 PATIENCE = 60.0  # for the first case, which waits for its worker to begin
 ROOM, TIMES = 64 << 20, 8  # memory that a case may take: so many bytes, and so many times its files
 ADDRESS_SPACE = 2 << 30  # beyond what a worker has: what is asked for at once and never touched fails, too
 CHUNK = 2500  # cases that one worker does
 # Generators by name: their module, and how many of a thousand cases they make.
 GENERATORS = {
-    "gguf headers": ("gguf_files", "headers", 230),
-    "gguf models": ("gguf_files", "models", 170),
-    "gguf splits": ("gguf_files", "splits", 20),
-    "safetensors headers": ("safetensors_files", "headers", 170),
-    "safetensors layouts": ("safetensors_files", "layouts", 130),
-    "model folders": ("folders", "models", 90),
-    "tokenizers": ("folders", "tokenizers", 70),
-    "places": ("places", "places", 20),
-    "plans": ("places", "plans", 10),
-    "packed files": ("packed_files", "packed", 40),
-    "calls": ("calls", "calls", 49),
+    "mutated files": ("mutated_files", "mutated", 900),
+    "gguf headers": ("gguf_files", "headers", 23),
+    "gguf models": ("gguf_files", "models", 17),
+    "gguf splits": ("gguf_files", "splits", 2),
+    "safetensors headers": ("safetensors_files", "headers", 17),
+    "safetensors layouts": ("safetensors_files", "layouts", 13),
+    "model folders": ("folders", "models", 9),
+    "tokenizers": ("folders", "tokenizers", 7),
+    "places": ("places", "places", 2),
+    "plans": ("places", "plans", 1),
+    "packed files": ("packed_files", "packed", 4),
+    "calls": ("calls", "calls", 4),
     "findings": ("findings", "findings", 1),
 }
 # Attacks on whole processes, each a function of the module of its name, and how many rounds they have.
 PROCESSES = {"races": 500, "kills": 200}
+
+
+Chunk = tuple[str, int, int]  # a generator, the first seed, and the one behind the last
 
 
 @dataclass
@@ -68,6 +75,14 @@ class Row:
     worst_memory: int = 0  # bytes beyond 8 times the files
     failed: int = 0
     failures: dict[str, str] = field(default_factory=dict)  # what went wrong, and one command that shows it
+
+    def include(self, other: Row) -> None:
+        """Add what came of other cases of the same generator."""
+        for name in ("cases", "accepted", "refused", "failed"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.worst_seconds = max(self.worst_seconds, other.worst_seconds)
+        self.worst_memory = max(self.worst_memory, other.worst_memory)
+        self.failures = {**other.failures, **self.failures}
 
     def add(self, result: dict[str, Any]) -> None:
         self.cases += 1
@@ -85,10 +100,16 @@ class Row:
 
 def status(name: str) -> int:
     """A number of /proc/self/status, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return 1024 * int(line.split()[1])
-    return 0
+    told = Path("/proc/self/status").read_bytes().partition(f"\n{name}:".encode())[2]
+    return 1024 * int(told.split(maxsplit=1)[0]) if told else 0
+
+
+def before_a_case() -> int:
+    """The memory that there is. The peak begins anew where an earlier one could hide another; that takes a while."""
+    held = status("VmRSS")
+    if status("VmHWM") - held > ROOM // 4:
+        Path("/proc/self/clear_refs").write_text("5")
+    return held
 
 
 def one_case(generator: str, seed: int, scratch: Path) -> dict[str, Any]:
@@ -107,8 +128,7 @@ def attempted(case: Any, scratch: Path) -> dict[str, Any]:
     for path, content in case.files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, started, failure = status("VmRSS"), time.perf_counter(), ""
+    before, started, failure = before_a_case(), time.perf_counter(), ""
     try:
         case.attempt(folder)
         outcome = "accepted"
@@ -173,7 +193,7 @@ def watched(generator: str, first: int, last: int) -> Iterator[dict[str, Any]]:
                 if result["seconds"] > SECONDS:
                     result["failure"] = f"{result['seconds']:.1f} s"
                 yield result
-                first, patience = result["seed"] + 1, SECONDS + 1
+                first, patience = result["seed"] + 1, 2 * SECONDS
         if failure:
             about = {"seconds": 0.0, "memory": 0, "size": 0, "name": "", "outcome": "failed"}
             yield {"seed": first, "failure": failure, **about}
@@ -205,20 +225,62 @@ def started(generator: str, first: int, last: int) -> Iterator[tuple[subprocess.
                 reader.join()
 
 
-def attack(cases: int, jobs: int, only: str | None = None, first: int = 0) -> list[Row]:
-    """About `cases` cases of all generators, or of one."""
+def chunk_of(chunk: Chunk) -> Row:
+    """What came of a range of seeds. A case that took too long gets a second chance: the machine may have been busy."""
+    generator, first, last = chunk
+    row = Row(generator)
+    for result in watched(generator, first, last):
+        slow = result["seconds"] > SECONDS or result["failure"].startswith("no end")
+        again = watched(generator, result["seed"], result["seed"] + 1) if slow else iter([result])
+        row.add(next(again))
+    return row
+
+
+def chunks_of(cases: int, only: str | None = None, first: int = 0) -> list[Chunk]:
+    """About `cases` cases of all generators, or of one, in ranges that start at multiples of CHUNK behind `first`. All
+    generators come forward together."""
     chosen = {name: about[2] for name, about in GENERATORS.items() if only in (None, name)}
-    total = sum(chosen.values())
-    rows = {name: Row(name) for name in chosen}
-    chunks = []
+    total, found = sum(chosen.values()), list[tuple[float, Chunk]]()
     for name, share in chosen.items():
-        last = first + max(1, cases * share // total)
-        chunks += [(name, start, min(start + CHUNK, last)) for start in range(first, last, CHUNK)]
+        count = max(1, cases * share // total)
+        for start in range(0, count, CHUNK):
+            found.append((start / count, (name, first + start, first + min(start + CHUNK, count))))
+    return [chunk for _, chunk in sorted(found)]
+
+
+def done_before(journal: Path | None) -> dict[Chunk, Row]:
+    """The ranges of a journal. A line that was cut by an interrupt counts for nothing."""
+    found = dict[Chunk, Row]()
+    for line in journal.read_text().splitlines() if journal is not None and journal.exists() else ():
+        with contextlib.suppress(ValueError):
+            told = json.loads(line)
+            found[told["generator"], told["first"], told["last"]] = Row(**told["row"])
+    return found
+
+
+def attack(cases: int, jobs: int, only: str | None = None, first: int = 0, journal: Path | None = None) -> list[Row]:
+    """About `cases` cases of all generators, or of one."""
+    chunks, done = chunks_of(cases, only, first), done_before(journal)
+    rows = {name: Row(name) for name, _, _ in chunks}
+    for chunk, row in done.items():
+        if chunk in chunks:
+            rows[chunk[0]].include(row)
+    left = [chunk for chunk in chunks if chunk not in done]
     with ThreadPoolExecutor(jobs) as pool:
-        for name, results in pool.map(lambda chunk: (chunk[0], list(watched(*chunk))), chunks):
-            for result in results:
-                rows[name].add(result)
+        for chunk, row in zip(left, pool.map(chunk_of, left), strict=True):
+            rows[chunk[0]].include(row)
+            if journal is not None:
+                name, start, last = chunk
+                about = {"generator": name, "first": start, "last": last, "commit": commit(), "row": asdict(row)}
+                with journal.open("a") as file:
+                    print(json.dumps(about), file=file)
     return list(rows.values())
+
+
+def commit() -> str:
+    """The one that is checked out."""
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=TESTS, check=False)
+    return asked.stdout.strip()[:12]
 
 
 def of_processes(name: str, count: int) -> Row:
@@ -245,6 +307,7 @@ def main() -> None:
     parser.add_argument("--only", choices=GENERATORS)
     parser.add_argument("--seed", type=int, help="one case alone, in this process")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--journal", type=Path, help="where finished ranges are kept, to go on after an interrupt")
     parser.add_argument("--json", type=Path, help="where the table goes, too")
     parser.add_argument("--processes", action="store_true", help="races and kills as well")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)  # generator, first and last seed, folder
@@ -256,7 +319,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             print(json.dumps(one_case(arguments.only, arguments.seed, Path(scratch)), indent=1))
         return None
-    rows = attack(arguments.cases, arguments.jobs, arguments.only, arguments.first)
+    if arguments.journal:
+        arguments.journal.parent.mkdir(parents=True, exist_ok=True)
+    rows = attack(arguments.cases, arguments.jobs, arguments.only, arguments.first, arguments.journal)
     if arguments.processes:
         rows += [of_processes(name, count) for name, count in PROCESSES.items()]
     print(table(rows))
