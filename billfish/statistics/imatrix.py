@@ -180,7 +180,8 @@ def read_dat(file: MappedFile) -> Recorded:
             calls, size = number(), number()
             if name in inputs or size < 1:
                 raise ValueError(f"{size} numbers for {name!r}" if size < 1 else f"{name!r} occurs twice")
-            sums = np.frombuffer(take(4 * size), "<f4").astype(np.float64)
+            with np.errstate(invalid="ignore"):  # a signaling NaN, which `check` refuses
+                sums = np.frombuffer(take(4 * size), "<f4").astype(np.float64)
             inputs[name] = InputStatistics(sums, np.array(calls, np.int64))
         texts = []
         if at < len(data):

@@ -20,6 +20,7 @@ from billfish.core.errors import DataError, failure
 
 CALL = "calibrate"
 ROWS = 256  # of x that are added up before they come to the sums
+LARGEST = float(np.finfo(np.float32).max)  # of sums of squares: imatrix files hold float32
 SQUARE = 512  # rows of X^T X that are mirrored at a time
 
 
@@ -50,8 +51,8 @@ class InputStatistics:
             found = f"{self.squares.shape}, {self.counts.shape} and {getattr(self.outer, 'shape', None)}"
             fix = "Expected [K], [] and [K, K], or the same for E experts."
             raise refused(call, name, f"squares, counts and outer have the shapes {found}", fix)
-        if not np.isfinite(self.squares).all() or (self.squares < 0).any():
-            raise refused(call, name, "its sums of squares are negative or not finite")
+        if not ((self.squares >= 0) & (self.squares <= LARGEST)).all():  # also of NaN
+            raise refused(call, name, "its sums of squares are negative or not finite in float32")
         if (self.counts < 0).any() or not (self.counts > 0).any():
             raise refused(call, name, f"it has seen {int(self.counts.sum())} tokens")
 

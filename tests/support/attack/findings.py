@@ -18,6 +18,7 @@ import billfish as bf
 from attack.cases import Case, as_json, read_all, run_model
 from attack.folders import CONFIG, tokenizer, use_tokenizer, weights
 from attack.gguf_files import LIST, STRING, U32, Gguf, Tensor, add, collection, model
+from attack.mutated_files import statistics, use_statistics
 from attack.packed_files import multiply, npy
 from attack.packed_files import weights as packed_weights
 from attack.safetensors_files import joined
@@ -295,6 +296,26 @@ def alignment_of_everything() -> Case:
     return gguf(file)
 
 
+def sums_beyond_float32() -> Case:
+    """Sums of squares that an imatrix file would hold as infinity."""
+    known = statistics()
+    next(iter(known.values())).squares[3] = 1e300
+
+    def attempt(folder: Path) -> None:
+        known.save(folder / "s.safetensors")
+        use_statistics(folder / "s.safetensors")
+
+    return Case("statistics", {}, attempt)
+
+
+def signaling_nan() -> Case:
+    """An imatrix file whose first number warns when it is widened."""
+    numbers = struct.pack("<4I", 0x7F800001, 0, 0, 0)
+    name = b"blk.0.attn_q.weight"
+    content = struct.pack(f"<ii{len(name)}sii", 1, len(name), name, 1, 4) + numbers
+    return Case("statistics", {"s.dat": content}, lambda folder: use_statistics(folder / "s.dat"))
+
+
 # By name: the case, and whether it is refused.
 FINDINGS: dict[str, tuple[Callable[[], Case], bool]] = {
     "no layers": (no_layers, True),
@@ -328,6 +349,8 @@ FINDINGS: dict[str, tuple[Callable[[], Case], bool]] = {
     "an embedding without axes": (embedding_without_axes, True),
     "a terminal in a name": (terminal_in_a_name, True),
     "an alignment of 2 GB": (alignment_of_everything, True),
+    "sums beyond float32": (sums_beyond_float32, True),
+    "a signaling NaN": (signaling_nan, True),
 }
 
 

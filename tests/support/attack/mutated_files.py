@@ -7,6 +7,7 @@ each, and go deeper.
 from __future__ import annotations
 
 import functools
+import json
 import random
 import struct
 import tempfile
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 import billfish as bf
-from attack.cases import EDGES, Case, as_json, read_all
+from attack.cases import EDGES, Case, as_json, odd_json, read_all
 from attack.folders import CONFIG, tokenizer, use_tokenizer
 from attack.gguf_files import collection
 from attack.packed_files import multiply, weights
@@ -96,10 +97,33 @@ def changed(content: bytes, rng: random.Random) -> bytes:
     return bytes(made)
 
 
+def odd_header(content: bytes, rng: random.Random) -> bytes:
+    """A .safetensors file whose header is JSON of the right length, with some odd values, so that more than the parser
+    of JSON sees it."""
+    size = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + size])
+    told = [key for key, value in header.get("__metadata__", {}).items() if value.startswith(("{", "["))]
+    if told and rng.random() < 0.5:  # JSON in a string of the JSON
+        key = rng.choice(told)
+        inner = as_json(odd_json(json.loads(header["__metadata__"][key]), rng)).decode()
+        header["__metadata__"] = {**header["__metadata__"], key: inner}
+    else:
+        for _ in range(rng.choice([1, 1, 2, 4])):
+            header = odd_json(header, rng)
+    return joined(as_json(header), content[8 + size :])
+
+
 def mutated(rng: random.Random) -> Case:
     """A file that was whole."""
     known = whole()
     name = rng.choice(list(known))
     files, changing, attempt = known[name]
-    made = {**files, changing: changed(files[changing], rng)}
+    content, chance = files[changing], rng.random()
+    if changing.endswith(".safetensors") and chance < 0.5:
+        content = odd_header(content, rng)
+    elif changing.endswith(".json") and chance < 0.5:
+        content = as_json(odd_json(json.loads(content), rng))
+    if content is files[changing] or chance < 0.1:
+        content = changed(content, rng)
+    made = {**files, changing: content}
     return Case(name, made, lambda folder: attempt(folder / changing))
