@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
 from billfish.core.errors import DataError, bad_argument
-from billfish.llm.sampler import RequestSampler, Scored
+from billfish.llm.sampler import Scored
 
 MOST_ALTERNATIVES = 20  # OpenAI's limit
 MOST_STOPS = 16
@@ -138,38 +138,36 @@ class HeldText:
 class Detokenizer:
     """Turns the tokens of one answer into pieces of text, and tells where the answer ends.
 
-    stop: strings that end the answer and are not part of it. max_tokens: of the answer, at most.
-    shown: control tokens whose names are part of the text, such as marks of tool calls.
+    stop: strings that end the answer and are not part of it. shown: control tokens whose names are part of the text,
+    such as marks of tool calls.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], max_tokens: int, shown: Collection[int] = ()) -> None:
-        self._tokenizer, self._max_tokens, self._shown = tokenizer, max_tokens, shown
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], shown: Collection[int] = ()) -> None:
+        self._tokenizer, self._shown = tokenizer, shown
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = HeldText(stop)
         self._came = self._gone = 0  # characters of the answer, and those that have gone out
         self._waiting: list[tuple[Token, int]] = []  # tokens whose text is held back, and where it ends
-        self._count = 0  # tokens that came
 
-    def take(self, token: int, sampler: RequestSampler) -> Piece:
-        """Return what goes out after the token that `sampler` chose."""
-        self._count += 1
+    def take(self, token: int, scored: Sequence[Scored] = (), finished: str = "") -> Piece:
+        """Return what goes out after a token.
+
+        scored: as of :class:`billfish.llm.sampler.RequestSampler`. finished: why the answer ends with this token; "" if
+        it goes on, unless the token is the model's end or completes a stop string.
+        """
         if token in self._tokenizer.ends:
             return self.end("stop")
         shown = token in self._shown
         data = self._tokenizer.pieces[token].encode() if shown else self._tokenizer.piece_bytes(token)
         text = self._characters.decode(data)
-        described = self._described(token, data, sampler.scored)
+        described = self._described(token, data, scored)
         self._came += len(text)
         self._waiting.append((described, self._came))
         out = self._held.push(text)
         self._gone += len(out)
         if self._held.stopped:
             return self._piece(out, "stop")
-        if sampler.complete:
-            return self.end("stop", text=out)
-        if self._count == self._max_tokens:
-            return self.end("length", text=out)
-        return self._piece(out)
+        return self.end(finished, text=out) if finished else self._piece(out)
 
     def end(self, reason: str, error: str = "", text: str = "") -> Piece:
         """Return the last piece. text: goes out before what is still held."""
@@ -182,7 +180,7 @@ class Detokenizer:
         self._waiting = self._waiting[len(ready) :]
         return Piece(text, tuple(ready), finished, error)
 
-    def _described(self, token: int, data: bytes, scored: list[Scored]) -> Token:
+    def _described(self, token: int, data: bytes, scored: Sequence[Scored]) -> Token:
         if not scored:
             return Token(token, data, self._came)
         (_, logprob), *best = scored

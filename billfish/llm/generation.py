@@ -78,7 +78,7 @@ class Generation(Iterator[str]):
         self._decoder, self._activations, self._sequence = decoder, activations, list(prompt)
         matcher = None if grammar is None else grammar.matcher()
         self._sampler = RequestSampler(sampling, prompt, matcher, logprobs)
-        self._detokenizer = Detokenizer(tokenizer, stop, self._most)
+        self._detokenizer = Detokenizer(tokenizer, stop)
         self._is_cut_by_context = room < max_tokens
         self._drafter, self.drafts = drafter, DraftCounts()
         self._controller = Controller(min(MOST_DRAFTED, decoder.rows_alike(activations) - 1))
@@ -176,7 +176,8 @@ class Generation(Iterator[str]):
             raise DataError(self._sampler.error)
         self.tokens.append(token)
         self._sequence.append(token)
-        piece = self._detokenizer.take(token, self._sampler)
+        finished = "stop" if self._sampler.complete else "length" if len(self.tokens) == self._most else ""
+        piece = self._detokenizer.take(token, self._sampler.scored, finished)
         if piece.text:
             self._pieces.append(piece.text)
         if self.logprobs is not None:

@@ -14,8 +14,9 @@ import billfish as bf
 from billfish.llm.detokenizer import Piece
 from billfish.llm.grammar import CompiledGrammar, json_schema
 from billfish.llm.sampler import Sampling
+from billfish.serving.engine.answer_text import AnswerText
 from billfish.serving.engine.engine import Engine
-from billfish.serving.engine.requests import Request, Ticket
+from billfish.serving.engine.requests import Chosen, Request, Ticket
 
 PATIENCE = 120  # seconds after which an answer that does not come fails its test
 
@@ -63,8 +64,18 @@ class Collected:
 
 
 def submit(engine: Engine, request: Request) -> Collected:
-    collected = Collected()
-    collected.ticket = engine.submit(request, collected)
+    collected, text, submitted = Collected(), AnswerText(request, engine.model.tokenizer), Event()
+
+    def take(chosen: Chosen) -> None:
+        piece = text.take(chosen)
+        if piece is not None:
+            collected(piece)
+            if piece.finished and not chosen.finished:
+                assert submitted.wait(PATIENCE)
+                collected.ticket.cancel(enough=True)
+
+    collected.ticket = engine.submit(request, take)
+    submitted.set()
     return collected
 
 

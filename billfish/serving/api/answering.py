@@ -27,7 +27,8 @@ from billfish.llm.grammar import Grammar
 from billfish.llm.sampler import Scored
 from billfish.serving.api.request_bodies import Refusal, refuse
 from billfish.serving.api.service import Service
-from billfish.serving.engine.requests import QueueFull, Request, ServerClosing, Ticket
+from billfish.serving.engine.answer_text import AnswerText
+from billfish.serving.engine.requests import Chosen, QueueFull, Request, ServerClosing, Ticket
 
 Result = TypeVar("Result")
 EVENTS, LINES = "text/event-stream; charset=utf-8", "application/x-ndjson"
@@ -169,7 +170,7 @@ class Asked:
     """A request that was read. choices: one for each of the engine's requests. prompts: how many texts are answered,
     each by as many neighbouring requests. grammar: what all answers must be, and the field that says so; it is compiled
     before the requests are submitted. empty: nothing is generated. score: prompts whose own log probabilities are
-    wanted, and how many alternatives. tickets: those of the requests, when they are submitted."""
+    wanted, and how many alternatives. tickets, texts: those of the requests, when they are submitted."""
 
     requests: Sequence[Request]
     choices: Sequence[Choice]
@@ -180,11 +181,12 @@ class Asked:
     score: tuple[Sequence[list[int]], int] | None = None
     scores: list[list[list[Scored]]] = field(default_factory=list)
     tickets: list[Ticket] = field(default_factory=list)
+    texts: list[AnswerText] = field(default_factory=list)
 
     def tokens(self) -> tuple[int, int]:
         """Tokens of prompts and of answers so far. A prompt counts once, however many answers it has."""
         prompts = self.requests[:: max(1, len(self.requests) // self.prompts)]
-        return sum(len(each.prompt) for each in prompts), sum(each.completion_tokens for each in self.tickets)
+        return sum(len(each.prompt) for each in prompts), sum(each.completion_tokens for each in self.texts)
 
     def usage(self, service: Service) -> Usage:
         """At the end."""
@@ -210,8 +212,11 @@ async def pieces_of(service: Service, asked: Asked, receive: Receive) -> AsyncGe
     watch.add_done_callback(lambda _: something.set())
     put = service.mailbox.put
 
-    def take(index: int, piece: Piece) -> None:
+    def take(index: int, chosen: Chosen) -> None:
         nonlocal running, first
+        piece = asked.texts[index].take(chosen)
+        if piece is None:
+            return
         if first:
             first = False
             service.first_token(time.perf_counter() - started)
@@ -222,6 +227,7 @@ async def pieces_of(service: Service, asked: Asked, receive: Receive) -> AsyncGe
     def submit() -> None:
         with refusals():
             for index, request in enumerate(asked.requests):
+                asked.texts.append(AnswerText(request, service.model.tokenizer))
                 asked.tickets.append(service.engine.submit(request, partial(put, partial(take, index))))
 
     try:
@@ -234,7 +240,9 @@ async def pieces_of(service: Service, asked: Asked, receive: Receive) -> AsyncGe
                 raise ClientGone
             batch, came[:] = list(came), []
             batch = [(index, piece) for index, piece in batch if asked.choices[index].finish_reason is None]
-            for _, piece in batch:
+            for index, piece in batch:
+                if piece.finished == "stop":
+                    asked.tickets[index].cancel(enough=True)  # the engine does not know of stop texts
                 if piece.finished == "failed":
                     raise Refusal(500, piece.error, None, "generation_failed")
                 if piece.finished == "cancelled":
@@ -270,7 +278,7 @@ async def steps_of(service: Service, asked: Asked, receive: Receive) -> AsyncGen
                 if choice.finish_reason is None:  # else an earlier piece of the batch has ended it
                     steps.append((index, choice.take(piece), piece.tokens))
                     if choice.finish_reason is not None and not piece.finished:
-                        asked.tickets[index].cancel()
+                        asked.tickets[index].cancel(enough=True)
             yield steps
 
 

@@ -20,11 +20,11 @@ from billfish.llm.chat_template import ChatTemplate
 from billfish.llm.control_names import ControlNames
 from billfish.llm.conversation.derive import derive
 from billfish.llm.conversation.syntax import ChatSyntax
-from billfish.llm.detokenizer import Piece
 from billfish.llm.model import Model
 from billfish.llm.sampling_defaults import sampling_defaults
 from billfish.serving.api.request_bodies import Limits, Refusal, refuse, shown, too_long, wrong
 from billfish.serving.engine.engine import Engine
+from billfish.serving.engine.requests import Chosen
 
 Result = TypeVar("Result")
 READERS = 2  # threads that parse bodies and encode prompts: a large one does not keep all others waiting
@@ -49,26 +49,26 @@ class Prompt(NamedTuple):
 
 
 class Mailbox:
-    """Where the engine puts pieces. The loop is woken once for all that a step gave: waking costs more than a piece."""
+    """Where the engine puts tokens. The loop is woken once for all that a step gave: waking costs more than a token."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._pieces: deque[tuple[Callable[[Piece], None], Piece]] = deque()
+        self._chosen: deque[tuple[Callable[[Chosen], None], Chosen]] = deque()
         self._woken = False
 
-    def put(self, take: Callable[[Piece], None], piece: Piece) -> None:
-        """Have the loop call take(piece). Called in the engine's thread."""
-        self._pieces.append((take, piece))
+    def put(self, take: Callable[[Chosen], None], chosen: Chosen) -> None:
+        """Have the loop call take(chosen). Called in the engine's thread."""
+        self._chosen.append((take, chosen))
         if not self._woken:
             self._woken = True
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._woken = False  # first: a piece that comes now wakes the loop again
-        while self._pieces:
-            take, piece = self._pieces.popleft()
-            take(piece)
+        self._woken = False  # first: a token that comes now wakes the loop again
+        while self._chosen:
+            take, chosen = self._chosen.popleft()
+            take(chosen)
 
 
 class Service:

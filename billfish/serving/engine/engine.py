@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -24,7 +24,7 @@ from billfish.llm.grammar import CompiledGrammar, Grammar, Vocabulary
 from billfish.llm.model import Model
 from billfish.llm.sampler import Scored
 from billfish.serving.engine.grammar_compiler import GrammarCompiler, start_thread
-from billfish.serving.engine.jobs import Answer, Embedding, Job, OnPiece, Scoring
+from billfish.serving.engine.jobs import Answer, Embedding, Job, OnToken, Scoring
 from billfish.serving.engine.kv_slots import SMALLEST, Slots, cuts_for
 from billfish.serving.engine.requests import EngineCounts, QueueFull, Request, ServerClosing, Ticket
 from billfish.serving.engine.scheduler import is_being_read, share_out
@@ -79,21 +79,22 @@ class Engine:
         self._turns = count()
         self._closing = False
         self._counts = EngineCounts(cache_bytes_bound=self._slots.bytes_bound)
+        self.after_step: Callable[[], object] = lambda: None  # called in the engine's thread, after tokens were given
         self._thread = start_thread(self._work, "billfish engine")
         atexit.register(self.close, finish=False)
 
     # ---- what any thread may call -------------------------------------------------------------------------------
 
-    def submit(self, request: Request, on_piece: OnPiece) -> Ticket:
-        """Begin an answer. `on_piece` gets its pieces in the engine's thread, and must not block; the answer of one
-        that raises is cancelled. Raises QueueFull or ServerClosing at once, and ModelError or DataError for a request
-        that cannot be answered."""
+    def submit(self, request: Request, on_token: OnToken) -> Ticket:
+        """Begin an answer. `on_token` gets its tokens in the engine's thread, and must not block; the answer of one
+        that raises is cancelled. Stop texts are not looked for: see :class:`Ticket`. Raises QueueFull or ServerClosing
+        at once, and ModelError or DataError for a request that cannot be answered."""
         self._check(request.prompt)
         self._decoder.check_tokens(CALL, "logit_bias", list(request.sampling.logit_bias))
         matcher = None if request.grammar is None else request.grammar.matcher()
         ticket = Ticket(len(request.prompt), self._wake)
-        tokenizer, cuts = self.model.tokenizer, self._cuts
-        self._put(Answer(request, on_piece, ticket, tokenizer, matcher, cuts, context=self.context))
+        ends, cuts = self.model.tokenizer.ends, self._cuts
+        self._put(Answer(request, on_token, ticket, ends, matcher, cuts, context=self.context))
         return ticket
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
@@ -188,6 +189,7 @@ class Engine:
                 except BaseException as error:  # a panic inside llguidance is no Exception
                     logging.getLogger("billfish.serving").exception("a step of the engine failed")
                     self._fail_all(explained(error))
+                self.after_step()
         finally:
             with self._changed:
                 self._closing = True  # nothing waits for a thread that has ended

@@ -1,25 +1,23 @@
-"""What has a slot of an engine: an answer under way (its sampler, its stop texts), or texts to embed."""
+"""What has a slot of an engine: an answer under way, with its sampler, or texts to embed."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
 from billfish.core.errors import BillfishError
-from billfish.llm.detokenizer import Detokenizer, Piece
 from billfish.llm.grammar import Matcher
 from billfish.llm.model import Model
 from billfish.llm.sampler import RequestSampler, Scored, with_best
 from billfish.serving.engine.kv_slots import Cuts, Slot, cuts_for
-from billfish.serving.engine.requests import Request, Ticket
+from billfish.serving.engine.requests import Chosen, Request, Ticket
 
-OnPiece = Callable[[Piece], object]
+OnToken = Callable[[Chosen], object]
 
 
 class Job(ABC):
@@ -70,25 +68,25 @@ class Job(ABC):
 
 
 class Answer(Job):
-    """A request's answer. A text that comes in parts of characters, and what may begin a stop string, wait."""
+    """A request's answer."""
 
     def __init__(
         self,
         request: Request,
-        on_piece: OnPiece,
+        on_token: OnToken,
         ticket: Ticket,
-        tokenizer: Tokenizer,
+        ends: Collection[int],
         matcher: Matcher | None,
         cuts: Cuts,
         *,
         context: int,
     ) -> None:
+        """ends: tokens that end answers."""
         super().__init__(list(request.prompt), cuts)
         self.ticket, self.tenant = ticket, request.tenant
         self.sampler = RequestSampler(request.sampling, request.prompt, matcher, request.logprobs)
-        self._on_piece = on_piece
-        most = min(request.max_tokens, context - len(request.prompt) + 1)
-        self._detokenizer = Detokenizer(tokenizer, request.stop, most, request.shown)
+        self._on_token, self._ends = on_token, ends
+        self._most = min(request.max_tokens, context - len(request.prompt) + 1)
         self._last: int | None = None  # the token that was chosen last
         self.waits_for: tuple[Answer, int] | None = None  # who computes so many tokens of the same prompt
 
@@ -110,25 +108,25 @@ class Answer(Job):
             return
         self._last = token
         self.ticket.completion_tokens += 1
-        self._say(self._detokenizer.take(token, self.sampler))
+        ended = token in self._ends or self.sampler.complete
+        self.finished = "stop" if ended else "length" if self.ticket.completion_tokens == self._most else ""
+        chosen = Chosen(token, self.sampler.scored, self.finished)
+        if self.finished:
+            self._end = chosen  # which waits for `tell_end`
+        else:
+            self._give(chosen)
 
     def end(self, reason: str, error: str = "") -> None:
         if not self.finished:
-            self._say(self._detokenizer.end(reason, error))
+            self.finished = "stop" if reason == "cancelled" and self.ticket.enough else reason
+            self._end = Chosen(None, (), self.finished, error)
 
     def tell_end(self) -> None:
         self._give(self._end)
 
-    def _say(self, piece: Piece) -> None:
-        """The last piece waits for `tell_end`."""
-        if piece.finished:
-            self.finished, self._end = piece.finished, piece
-        else:
-            self._give(piece)
-
-    def _give(self, piece: Piece) -> None:
+    def _give(self, chosen: Chosen) -> None:
         try:
-            self._on_piece(piece)
+            self._on_token(chosen)
         except Exception:  # whoever does not take its answer has none
             self.ticket.cancelled = True
 

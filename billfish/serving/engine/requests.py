@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from billfish.core.errors import BillfishError, DataError, bad_argument
 from billfish.llm.detokenizer import check_text_settings
 from billfish.llm.grammar import CompiledGrammar
-from billfish.llm.sampler import Sampling
+from billfish.llm.sampler import Sampling, Scored
 
 CALL = "serving.Request"
 # How an answer can end: by the model's own end, its grammar's or a stop text; at max_tokens or the end of the context;
@@ -28,11 +29,11 @@ class ServerClosing(BillfishError, RuntimeError):
 class Request:
     """A text to go on with.
 
-    prompt: token ids. max_tokens: of the answer, at most. stop: texts that end the answer; none of their text is given
-    out. logprobs: so many alternatives for each token; 0 is the chosen one alone, None no probabilities at all.
-    grammar: what the whole answer must be; `Engine.compile` makes it. An answer that `max_tokens` cuts may be only the
-    beginning of that. shown: control tokens whose names are part of the text. tenant: who asks; only
-    prompts of the same tenant share a KV cache.
+    prompt: token ids. max_tokens: of the answer, at most. stop: texts that end the answer; whoever turns its tokens
+    into text looks for them, and then calls `Ticket.cancel`. logprobs: so many alternatives for each token; 0 is the
+    chosen one alone, None no probabilities at all. grammar: what the whole answer must be; `Engine.compile` makes it.
+    An answer that `max_tokens` cuts may be only the beginning of that. shown: control tokens whose names are part of
+    the text. tenant: who asks; only prompts of the same tenant share a KV cache.
     """
 
     prompt: list[int]
@@ -50,6 +51,19 @@ class Request:
         check_text_settings(CALL, self.stop, self.logprobs)
 
 
+class Chosen(NamedTuple):
+    """The next token of an answer; None where it ends without one.
+
+    scored: the token and the best ones with their log probabilities, if the request asks for them. finished: "" up to
+    the end, which has one of `REASONS`. error: a sentence, with "failed".
+    """
+
+    token: int | None
+    scored: Sequence[Scored] = ()
+    finished: str = ""
+    error: str = ""
+
+
 class Ticket:
     """One answer under way. Its numbers change while the answer runs, and any thread may read them.
 
@@ -61,11 +75,13 @@ class Ticket:
         """wake: called after `cancel`."""
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = self.completion_tokens = 0
-        self.cancelled = False
+        self.cancelled = self.enough = False
         self._wake = wake
 
-    def cancel(self) -> None:
-        """The answer ends with the next step, in any thread, at any time. An answer that has ended stays as it is."""
+    def cancel(self, *, enough: bool = False) -> None:
+        """The answer ends with the next step, in any thread, at any time. An answer that has ended stays as it is.
+        enough: it ends because all is said that was wanted, as with a stop text; then its end is "stop"."""
+        self.enough = self.enough or enough
         self.cancelled = True
         self._wake()
 
