@@ -202,6 +202,7 @@ if not TYPE_CHECKING:  # a checker would believe that there is everything
             return importlib.import_module("billfish.llm")
         if name not in _ELSEWHERE:
             raise AttributeError(f"module 'billfish' has no attribute {name!r}")
+        importlib.import_module("billfish.backends.cpu.backend")  # which tells core.machine what only native code knows
         globals()[name] = value = getattr(importlib.import_module(_ELSEWHERE[name]), name)
         return value
 

@@ -1,7 +1,7 @@
 """What the machine has: cores, the floating-point mode of threads, and a folder for compiled kernels.
 
-Only native code can tell the first two. The CPU engine's module provides them when it is imported, which
-`import billfish` does: nothing here looks upward.
+Only native code can tell the first two. The CPU engine's module provides them when it is imported, which the first use
+of any name of billfish does: nothing here looks upward.
 """
 
 from __future__ import annotations

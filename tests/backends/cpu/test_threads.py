@@ -204,6 +204,7 @@ import billfish as bf
 from billfish.backends.cpu import _cpu
 from billfish.core.machine import available_cores
 
+assert bf.get_format("q4_0")  # any name of billfish tells core.machine what native code knows
 assert _cpu.threads() == available_cores() == 3
 os.environ["OMP_NUM_THREADS"] = "5"
 assert _cpu.threads() == available_cores() == 3

@@ -72,12 +72,22 @@ template <class Element, class F> inline void each_quad(const Blocks& run, int h
   }
 }
 
-// sums [ROWS][TILE_ROWS] += x W^T for a run of blocks. x [ROWS][k], one row x_stride behind the other.
+// sums [ROWS][TILE_ROWS] += x W^T for a run of blocks. x [ROWS][k], one row x_stride behind the other. So many k are added up on their own as
+// in multiply_values, so that a row of x gets the same bits alone and beside many others.
 template <class Element, int ROWS>
 __attribute__((flatten, noinline)) void add_float_codes(const Element& of, const Blocks& run, int halves, const GroupScales* groups, const float* x, int64_t x_stride, float* sums) {
   const Element element = of;  // in registers, where stores cannot change it
   Floats total[ROWS][ROW_VECTORS];
   repeat<ROWS>([&](int t) INLINED { repeat<ROW_VECTORS>([&](int r) INLINED { total[t][r] = splat(0); }); });
+  const auto add_totals = [&]() INLINED {
+    repeat<ROWS>([&](int t) INLINED {
+      repeat<ROW_VECTORS>([&](int r) INLINED {
+        float* to = sums + t * TILE_ROWS + r * LANES;
+        store_floats(to, add(load_floats(to), total[t][r]));
+        total[t][r] = splat(0);
+      });
+    });
+  };
   each_quad<Element>(run, halves, groups, [&](int64_t quad, const uint8_t* p, const Floats* scale) INLINED {
     if constexpr (ONE_ROW_AHEAD > 0) repeat<(QUAD_BYTES<Element> + 63) / 64>([&](int line) INLINED { __builtin_prefetch(p + ONE_ROW_AHEAD + line * 64); });
     FloatActivations x_now[ROWS];
@@ -89,13 +99,9 @@ __attribute__((flatten, noinline)) void add_float_codes(const Element& of, const
       });
     };
     unroll<ROW_VECTORS>([&](auto r) INLINED { add_vector(element.numbers(Element::template load<decltype(r)::value>(p)), r); });
+    if (VALUES_AT_ONCE < CHUNK && (quad + 1) % (VALUES_AT_ONCE / 4) == 0) add_totals();
   });
-  repeat<ROWS>([&](int t) INLINED {
-    repeat<ROW_VECTORS>([&](int r) INLINED {
-      float* to = sums + t * TILE_ROWS + r * LANES;
-      store_floats(to, add(load_floats(to), total[t][r]));
-    });
-  });
+  add_totals();
 }
 
 // The kernel for so many rows, or for X_ROWS if there are more.
