@@ -112,11 +112,14 @@ class Request:
     prompt: int
     answer: int
     read: int = 0
-    turn: int = -1
 
     @property
     def left(self) -> int:
         return self.prompt - self.read
+
+    @property
+    def decodes(self) -> bool:
+        return self.left == 0
 
     def part(self, share: int) -> int:
         return Cuts(CHUNK, SMALLEST).part(self.read, self.prompt, share)
@@ -128,17 +131,15 @@ def simulate() -> list[tuple[Request, list[str]]]:
     requests = [Request("A", 0, 420, 6), Request("B", 1, 30, 11), Request("C", 3, 330, 6), Request("D", 4, 60, 4)]
     story: dict[Request, list[str]] = {request: [] for request in requests}
     running: list[Request] = []
-    turns = 0
     for step in range(STEPS):
         arrived = [r for r in requests if r.arrives <= step and r.answer > 0 and r not in running]
         running += arrived[: SLOTS - len(running)]
-        bound = CHUNK - SMALLEST if len(running) == 1 else max(SMALLEST, CHUNK // 4)
-        parts = share_out([r for r in running if r.left > 0], bound, SMALLEST)  # type: ignore[arg-type]
-        for request in parts:
-            request.turn, turns = turns, turns + 1  # type: ignore[attr-defined]
+        decoding = sum(r.decodes for r in running)
+        bound = min(CHUNK // 4 if decoding else CHUNK, CHUNK - SMALLEST - decoding)
+        parts = share_out(running, bound, SMALLEST)  # type: ignore[arg-type]
         for request in requests:
             if request in running:
-                fed = parts.get(request, 0)  # type: ignore[call-overload]
+                fed = 0 if request.decodes else parts.get(request, 0)  # type: ignore[call-overload]
                 going_on = fed == request.left
                 request.read += fed
                 request.answer -= going_on
@@ -204,9 +205,9 @@ def request() -> Drawing:
     drawing.rect(320, y - 11, 24, 14, "blue", opacity=0.25)
     drawing.text(352, y, "decode: one token of the answer", size=12)
     lines = (
-        f"Alone, a prompt is prefilled {CHUNK - SMALLEST} tokens a step. Beside others, all prompts together get about "
-        f"{CHUNK // 4}: decoding goes on, and",
-        "a short prompt overtakes a long one. All rows of a step pass the layers together: weights are read once.",
+        f"Without answers, {CHUNK - SMALLEST} tokens of prompts are prefilled a step. Beside answers it is about "
+        f"{CHUNK // 4} on a CPU, so that decoding goes on.",
+        "Prompts are read first come, first served. The rows of a step share one pass over the weights.",
         "A prompt that shares a prefix with one in prefill waits for it, then starts from a copy of that KV cache.",
         "The numbers are those of the engine's own scheduler (serving/engine/scheduler.py).",
     )

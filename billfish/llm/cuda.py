@@ -135,6 +135,9 @@ class CudaDecoder(Decoder):
         )
         raise DataError(bad_argument(call, "activations", repr(activations), f"{expected}, on {self._gpu.name}"))
 
+    def prefill_budget(self, decoding: int) -> int:
+        return self.chunk
+
     def __del__(self) -> None:
         """Waits for a step that is under way; then memory may go. Its stream may be gone already, where the decoder is
         collected as a part of a cycle."""

@@ -70,6 +70,10 @@ class Decoder(ABC):
         """Feed tokens, as `run` does, but any number: the token that comes next in each text that has a sampler. There
         may be fewer samplers than passages; the last texts then are only fed."""
 
+    def prefill_budget(self, decoding: int) -> int:
+        """How many tokens of prompts a server feeds in a step beside those of `decoding` answers, which wait for it."""
+        return self.chunk // 4 if decoding else self.chunk
+
     def rows_alike(self, activations: Activations | None) -> int:
         """How many rows of a sequence a pass may have so that each gets the bits that it gets alone."""
         return 1

@@ -17,7 +17,9 @@ from serving_support import Collected, alone, ask, random_sampling, random_token
 import billfish as bf
 from billfish.llm.sampler import Sampling
 from billfish.serving.engine import engine as engine_module
+from billfish.serving.engine import kv_slots
 from billfish.serving.engine.engine import Engine
+from billfish.serving.engine.kv_slots import Cuts, Slots
 from billfish.serving.engine.requests import QueueFull, Request, ServerClosing
 
 
@@ -164,7 +166,39 @@ def test_a_long_prompt_does_not_stop_the_others(model, monkeypatch):
     beside = fed[1:]
     assert all(sum(lengths) <= 64 + 16 + 2 for lengths in beside)
     assert all(1 in lengths for lengths in beside[:20]), "the first answer got a token in each step"
-    assert any(len(lengths) == 3 for lengths in beside), "all went through one call"
+    assert any(len(lengths) == 3 for lengths in beside), "the end of the long prompt and the short one in one pass"
+
+
+def test_prompts_are_read_in_the_order_in_which_they_come(model, monkeypatch):
+    steps, ends, rng = held(model, monkeypatch), list[int](), random.Random(12)
+    with Engine(model, streams=8) as engine:
+        with engine._changed:  # all are there when the first begins
+            for number in range(8):
+                request = Request(random_tokens(rng, rng.choice([30, 100, 300])), 1, ENDLESS)
+                engine.submit(request, lambda piece, number=number: ends.append(number))
+        steps.release(1000)
+    assert ends == [*range(8)]
+
+
+def test_many_requests_begin_in_a_moment(model, monkeypatch):
+    """256 at once, with and without a common beginning: few hashes, and no text is compared with another."""
+    rng, count = random.Random(13), 256
+    common = random_tokens(rng, 200)
+    prompts = [[*common[: 200 * (i % 2)], *random_tokens(rng, 100)] for i in range(count)]
+    slots = Slots(model.decoder, count, 320, Cuts(256, 16), exact=False)
+    hashed, compared = kv_slots.block_hashes, list[int]()
+    monkeypatch.setattr(type(model.decoder.cache()), "restorable", lambda cache, n: compared.append(n) or n)
+    digests = list[int]()
+    monkeypatch.setattr(kv_slots, "block_hashes", lambda *how: digests.append(len(how[0]) // 16) or hashed(*how))
+    taken = []
+    for prompt in prompts:
+        slots.note_growth()
+        slot = slots.take(prompt, slots.hashes(prompt))
+        slot.cache.tokens += prompt[len(slot.cache.tokens) :]
+        taken.append(slot)
+    assert sum(digests) <= 2 * sum(len(prompt) // 16 for prompt in prompts)
+    assert len(compared) <= 4 * count
+    assert len({id(slot) for slot in taken}) == count
 
 
 def test_prompts_share_what_is_cached(engine, model):
@@ -207,10 +241,11 @@ def test_requests_that_wait_for_a_prompt_let_others_pass(model, monkeypatch):
         with engine._changed:  # all are there when the first begins
             answers = [submit(engine, Request(long, 2, Sampling(1.0, seed=seed))) for seed in range(7)]
             short = submit(engine, Request(random_tokens(rng, 5), 2, ENDLESS))
-        steps.release(3)  # far from the end of the long prompt
-        ended, first = short.ended(10), [list(answer.pieces) for answer in answers]
+        steps.release(2)  # 240 tokens of the long prompt, then 160 and the short one
+        while not short.pieces:
+            time.sleep(0.001)
+        assert [len(answer.pieces) for answer in answers] == [1] + [0] * 6
         steps.release(1000)
-        assert (ended, first) == (True, [[]] * 7)
         assert {answer.wait().finished for answer in answers} <= {"stop", "length"}
     assert [answer.ticket.cached_tokens for answer in answers] == [0] + [384] * 6
 

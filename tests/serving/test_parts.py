@@ -63,42 +63,49 @@ def test_what_is_left_of_a_prompt_is_a_whole_part():
 @dataclass(eq=False)
 class Reading:
     left: int
-    turn: int = -1
+    decodes: bool = False
 
     def part(self, share: int) -> int:
         return CUTS.part(0, self.left, share)
 
 
-def test_prompts_share_a_step_fairly():
-    long, short = Reading(1000), Reading(20)
-    assert share_out([long, short], 64, 16) == {short: 20, long: 44}
-    assert share_out([long], 64, 16) == {long: 64}
-    many = [Reading(1000) for _ in range(6)]
-    for step in range(9):
-        for i, (reader, part) in enumerate(share_out(many, 64, 16).items()):
-            assert part == 16
-            reader.left -= part
-            reader.turn = 4 * step + i
-    assert {reader.left for reader in many} == {1000 - 6 * 16}
+def test_prompts_are_read_first_come_first_served():
+    long, short, decoding = Reading(1000), Reading(20), Reading(1, decodes=True)
+    assert share_out([long, short], 64, 16) == {long: 64}
+    assert share_out([short, long], 64, 16) == {short: 20, long: 44}
+    assert share_out([short, long], 30, 16) == {short: 20}
+    assert share_out([long, decoding, short], 64, 16) == {long: 64, decoding: 1}
+    assert share_out([decoding, long], 0, 16) == {decoding: 1, long: 16}, "a full step does not starve prompts"
 
 
-def test_short_prompts_do_not_starve_a_long_one():
-    long = Reading(1000)
-    for step in range(20):
-        parts = share_out([long, *(Reading(20, step - 1) for _ in range(8))], 64, 16)
-        assert parts[long] >= 16
-        assert sum(parts.values()) <= 4 * 32
-        long.turn = step - 1
+def test_every_prompt_is_read_in_its_turn():
+    """A step has at most the budget, and less than the smallest part above it."""
+    rng = random.Random(8)
+    waiting = [Reading(rng.randrange(16, 600)) for _ in range(40)]
+    ended, order = list[Reading](), list(waiting)
+    while waiting:
+        parts = share_out(waiting, 64, 16)
+        assert 0 < sum(parts.values()) < 64 + 16
+        for reading, part in parts.items():
+            reading.left -= part
+        ended += [reading for reading in waiting if reading.left == 0]
+        waiting = [reading for reading in waiting if reading.left]
+    assert ended == order
 
 
 # ---- slots ----------------------------------------------------------------------------------------------------------
 
 
 def fill(slots: Slots, model: bf.llm.Model, tokens: list[int]):
-    slot = slots.take(tokens)
+    slot = slots.take(tokens, slots.hashes(tokens))
     model.decoder.run([(slot.cache, tokens[len(slot.cache.tokens) :])], "exact")
     slot.read = len(tokens)
+    slots.note_growth()
     return slot
+
+
+def take(slots: Slots, tokens: list[int]):
+    return slots.take(tokens, slots.hashes(tokens))
 
 
 def test_slots_are_taken_over_or_copied(model):
@@ -106,9 +113,10 @@ def test_slots_are_taken_over_or_copied(model):
     start, other = random_tokens(rng, 64), random_tokens(rng, 64)
     a = fill(slots, model, start)
     slots.give_back(a, keep=True)
-    b = slots.take([*start, *other])
+    b = take(slots, [*start, *other])
     assert b is a, "an idle slot with little else in it is taken over"
-    c = slots.take([*start, *other])
+    model.decoder.run([(b.cache, other)], "exact")
+    c = take(slots, [*start, *other])
     assert c is not a
     assert c.cache.tokens == start
     for copied, own in zip(by_position(c.cache), by_position(a.cache), strict=True):
@@ -123,7 +131,7 @@ def test_a_long_text_is_not_given_up_for_a_short_beginning(model):
     text = random_tokens(rng, 200)
     a = fill(slots, model, text)
     slots.give_back(a, keep=True)
-    b = slots.take([*text[:48], *random_tokens(rng, 60)])
+    b = take(slots, [*text[:48], *random_tokens(rng, 60)])
     assert b is not a
     assert b.cache.tokens == text[:48]
     assert len(a.cache.tokens) == 200
@@ -135,15 +143,19 @@ def test_the_oldest_text_goes_first(model):
     taken = [fill(slots, model, text) for text in texts]
     for slot in (taken[1], taken[2], taken[0]):
         slots.give_back(slot, keep=True)
-    assert [slots.take(random_tokens(rng, 40)) for _ in range(3)] == [taken[1], taken[2], taken[0]]
+    assert [take(slots, random_tokens(rng, 40)) for _ in range(3)] == [taken[1], taken[2], taken[0]]
 
 
 def test_exact_prompts_share_only_what_was_read(model):
     text = random_tokens(random.Random(4), 100)
     for exact, length in ((True, 48), (False, 80)):
         slots = Slots(model.decoder, 2, 128, CUTS, exact=exact)
-        fill(slots, model, text).read = 50
-        assert slots.reuse([*text, *[5] * 2]) == length
+        fill(slots, model, text[:50])
+        slots._slots[-1].cache.tokens += text[50:]  # of an answer
+        slots.note_growth()
+        longer = [*text, *[5] * 2]
+        assert slots.reuse(longer, slots.hashes(longer)) == length
+        assert slots.reuse(longer, slots.hashes(longer, b"another tenant")) == 0
 
 
 @pytest.mark.parametrize(("cuts", "length"), [(Cuts(32, 32), 32), (CUTS, 90)])
@@ -152,7 +164,8 @@ def test_a_cache_goes_on_behind_a_checkpoint(model, cuts, length, monkeypatch):
     slots, text = Slots(model.decoder, 1, 256, cuts, exact=False), random_tokens(random.Random(6), 120)
     cache = fill(slots, model, text).cache
     monkeypatch.setattr(cache, "restorable", lambda n: max(at for at in (0, 32, 90) if at <= n))
-    assert slots.reuse([*text, *[5] * 100]) == length
+    longer = [*text, *[5] * 100]
+    assert slots.reuse(longer, slots.hashes(longer)) == length
 
 
 def test_shared_length():

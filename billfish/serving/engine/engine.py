@@ -27,7 +27,7 @@ from billfish.serving.engine.grammar_compiler import GrammarCompiler, start_thre
 from billfish.serving.engine.jobs import Answer, Embedding, Job, OnToken, Scoring
 from billfish.serving.engine.kv_slots import SMALLEST, Slots, cuts_for
 from billfish.serving.engine.requests import EngineCounts, QueueFull, Request, ServerClosing, Ticket
-from billfish.serving.engine.scheduler import is_being_read, share_out
+from billfish.serving.engine.scheduler import PromptsInReading, share_out
 
 CALL = "serving.Engine"
 USUAL_CONTEXT = 4096
@@ -76,7 +76,8 @@ class Engine:
         self._changed = Condition()  # held for what follows
         self._waiting: list[Job] = []
         self._running: list[Job] = []
-        self._turns = count()
+        self._numbers = count()
+        self._in_reading = PromptsInReading(self._cuts)  # the engine's thread's alone
         self._closing = False
         self._counts = EngineCounts(cache_bytes_bound=self._slots.bytes_bound)
         self.after_step: Callable[[], object] = lambda: None  # called in the engine's thread, after tokens were given
@@ -168,6 +169,7 @@ class Engine:
             if len(self._waiting) + len(self._running) >= self.streams + self.queue_limit:
                 self._counts.refused += 1
                 raise QueueFull(f"The queue is full ({self.queue_limit} requests wait). Retry later, or raise --queue.")
+            job.number = next(self._numbers)
             self._waiting.append(job)
             self._changed.notify()
 
@@ -200,6 +202,7 @@ class Engine:
             jobs = [*self._waiting, *self._running]
             self._waiting, self._running = [], []
             self._slots.clear()
+            self._in_reading = PromptsInReading(self._cuts)
         for job in jobs:
             with suppress(Exception):
                 job.end("failed", error)
@@ -209,29 +212,29 @@ class Engine:
     def _step(self) -> None:
         self._end_cancelled()
         self._start_waiting()
-        jobs, chunk = list(self._running), self._decoder.chunk
-        # Tokens of prompts in a step: nearly a chunk; a quarter of one, where others would wait for it.
-        bound = chunk - SMALLEST if len(jobs) == 1 else max(SMALLEST, chunk // 4)
-        parts = share_out([job for job in jobs if job.left > 0], bound, self._cuts.smallest)
-        for job in parts:
-            job.turn = next(self._turns)
-        self._answer([job for job in jobs if isinstance(job, Answer)], parts)
-        for job, length in parts.items():
+        jobs, decoder = list(self._running), self._decoder
+        decoding = sum(job.decodes for job in jobs)
+        budget = min(decoder.prefill_budget(decoding), decoder.chunk - SMALLEST - decoding)  # it may be exceeded a bit
+        parts = share_out(jobs, budget, self._cuts.smallest)
+        reading = [job for job in parts if not job.decodes]
+        self._answer({job: part for job, part in parts.items() if isinstance(job, Answer)})
+        for job in reading:
             if isinstance(job, Embedding):
                 with _failing([job]):
-                    job.read(length)
+                    job.read(parts[job])
+            elif isinstance(job, Answer) and len(job.slot.cache.tokens) >= len(job.prompt):
+                self._in_reading.remove(job)
         self._counts.steps += 1
         self._remove([job for job in jobs if job.finished])
-        for job in parts:
+        for job in reading:
             if isinstance(job, Embedding) and job.between_texts and not job.finished:
                 self._wait_again(job)
 
-    def _answer(self, answers: list[Answer], parts: dict[Job, int]) -> None:
-        """Read parts of prompts, and choose a token for each answer whose prompt is read."""
-        reading = [job for job in answers if parts.get(job, 0) < job.left]
-        going_on = [job for job in answers if job not in reading]
-        feeding = [job for job in (*going_on, *reading) if job.left <= 0 or job in parts]
-        passages = [(job.slot.cache, job.next_tokens(parts.get(job, 0))) for job in feeding]
+    def _answer(self, parts: dict[Answer, int]) -> None:
+        """Feed so many tokens of each text, and choose the next one where nothing is left."""
+        going_on = [job for job, part in parts.items() if part == job.left]
+        feeding = [*going_on, *(job for job, part in parts.items() if part < job.left)]
+        passages = [(job.slot.cache, job.tokens(parts[job])) for job in feeding]
         chosen = list[int]()
         with _failing(feeding):
             chosen = self._decoder.choose(passages, [job.sampler for job in going_on], self._activations)
@@ -250,21 +253,26 @@ class Engine:
         self._remove(gone)
 
     def _remove(self, jobs: list[Job]) -> None:
+        """What is over makes room for others, before whoever waits for it is told."""
+        if not jobs:
+            return
+        gone = set(jobs)
         with self._changed:
             for job in jobs:
                 self._counts.finished[job.finished] += 1
-                if job in self._waiting:
-                    self._waiting.remove(job)
-                else:
-                    self._running.remove(job)
-                    keep = isinstance(job, Answer) and job.finished != "failed"
-                    self._slots.give_back(job.slot, keep=keep)
+            for job in self._running:
+                if job in gone:
+                    if isinstance(job, Answer):
+                        self._in_reading.remove(job)
+                    self._slots.give_back(job.slot, keep=isinstance(job, Answer) and job.finished != "failed")
+            self._waiting = [job for job in self._waiting if job not in gone]
+            self._running = [job for job in self._running if job not in gone]
         for job in jobs:
             job.tell_end()
 
     def _wait_again(self, job: Embedding) -> None:
         with self._changed:
-            job.between_texts = False
+            job.between_texts, job.number = False, next(self._numbers)
             self._running.remove(job)
             self._slots.give_back(job.slot, keep=False)
             self._waiting.append(job)
@@ -273,24 +281,37 @@ class Engine:
         """In order. A prompt that begins like one that is being read waits for that one; others pass it."""
         with self._changed:
             waiting, free = list(self._waiting), self._slots.free
+        if not waiting or not free:
+            return
+        self._slots.note_growth()
+        started = set[Job]()
         for job in waiting:
-            if not free:
+            if len(started) == free:
                 break
             with _failing([job]):
-                if not is_being_read(job, self._running, self._slots, self._cuts):
+                if not (isinstance(job, Answer) and self._is_being_read(job)):
                     self._start(job)
-                    free -= 1
+                    started.add(job)
+        with self._changed:
+            self._waiting = [job for job in self._waiting if job not in started]
+            self._running = sorted([*self._running, *started], key=lambda job: job.number)
         self._remove([job for job in waiting if job.finished])
 
+    def _is_being_read(self, job: Answer) -> bool:
+        """Whether a running request will soon have read more of the job's prompt than any cache holds."""
+        if self._in_reading.still_waits(job):
+            return True
+        return self._in_reading.has_more_of(job, self._slots.reuse(job.prompt, job.hashes))
+
     def _start(self, job: Job) -> None:
-        job.slot = self._slots.take(*(job.prompt, job.tenant) if isinstance(job, Answer) else (None,))
-        with self._changed:
-            self._waiting.remove(job)
-            self._running.append(job)
-            self._counts.prompt_tokens += len(job.prompt)
-            if isinstance(job, Answer):
-                job.ticket.cached_tokens = len(job.slot.cache.tokens)
-                self._counts.cached_tokens += job.ticket.cached_tokens
+        if not isinstance(job, Answer):
+            job.slot = self._slots.take()
+        else:
+            job.slot = self._slots.take(job.prompt, job.hashes, job.tenant)
+            self._in_reading.add(job)
+            job.ticket.cached_tokens = len(job.slot.cache.tokens)
+            self._counts.cached_tokens += job.ticket.cached_tokens
+        self._counts.prompt_tokens += len(job.prompt)
 
 
 @contextmanager

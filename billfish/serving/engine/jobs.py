@@ -15,35 +15,45 @@ from billfish.llm.grammar import Matcher
 from billfish.llm.model import Model
 from billfish.llm.sampler import RequestSampler, Scored, with_best
 from billfish.serving.engine.kv_slots import Cuts, Slot, cuts_for
+from billfish.serving.engine.prefix_index import block_hashes
 from billfish.serving.engine.requests import Chosen, Request, Ticket
 
 OnToken = Callable[[Chosen], object]
 
 
 class Job(ABC):
-    """Reads a prompt. `slot` is there from the first step on, `finished` has a word at the end."""
+    """Reads a prompt. `slot` is there while it runs, `finished` has a word at the end.
+
+    number: of its arrival, which the engine sets. text: the prompt, and behind it what was answered so far. The cache
+    holds a beginning of it.
+    """
 
     slot: Slot
+    number = -1
 
     def __init__(self, prompt: list[int], cuts: Cuts) -> None:
-        self.prompt = prompt
-        self.turn = -1
+        self.prompt, self.text = prompt, prompt
         self.finished = ""
         self._cuts = cuts
 
     @property
     def left(self) -> int:
-        """Tokens of the prompt that are not read."""
-        return len(self.prompt) - len(self.slot.cache.tokens)
+        """Tokens of the text that the cache does not hold. When all are fed, the next token can be chosen."""
+        return len(self.text) - len(self.slot.cache.tokens)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether only the last token of an answer is not in the cache."""
+        return False
 
     def part(self, share: int) -> int:
-        """How many tokens are read next, if about `share` are this prompt's share."""
+        """How many tokens are fed next, if about `share` are this prompt's share."""
         return self._cuts.part(len(self.slot.cache.tokens), len(self.prompt), share)
 
     def tokens(self, count: int) -> list[int]:
-        """The tokens that are read next."""
+        """The tokens that are fed next."""
         start = len(self.slot.cache.tokens)
-        return self.prompt[start : start + count]
+        return self.text[start : start + count]
 
     def was_fed(self) -> None:
         """What the slot holds has been read as a prompt is, up to the answer."""
@@ -83,11 +93,12 @@ class Answer(Job):
     ) -> None:
         """ends: tokens that end answers."""
         super().__init__(list(request.prompt), cuts)
+        self.text = list(self.prompt)
+        self.hashes = block_hashes(self.prompt, cuts.smallest, request.tenant)
         self.ticket, self.tenant = ticket, request.tenant
         self.sampler = RequestSampler(request.sampling, request.prompt, matcher, request.logprobs)
         self._on_token, self._ends = on_token, ends
         self._most = min(request.max_tokens, context - len(request.prompt) + 1)
-        self._last: int | None = None  # the token that was chosen last
         self.waits_for: tuple[Answer, int] | None = None  # who computes so many tokens of the same prompt
 
     @property
@@ -97,16 +108,16 @@ class Answer(Job):
     def cancel(self) -> None:
         self.ticket.cancelled = True
 
-    def next_tokens(self, part: int) -> list[int]:
-        """What is fed next: so many tokens of the prompt, or the last one of the answer."""
-        return self.tokens(part) if self._last is None else [self._last]
+    @property
+    def decodes(self) -> bool:
+        return len(self.text) > len(self.prompt) and self.left == 1
 
     def take(self, token: int) -> None:
         """The next token of the answer."""
         if self.sampler.error:
             self.end("failed", self.sampler.error)
             return
-        self._last = token
+        self.text.append(token)
         self.ticket.completion_tokens += 1
         ended = token in self._ends or self.sampler.complete
         self.finished = "stop" if ended else "length" if self.ticket.completion_tokens == self._most else ""
@@ -160,7 +171,8 @@ class Embedding(Job):
         if len(self._vectors) == len(self._texts):
             self.end("stop")
         else:
-            self.prompt, self.between_texts = self._texts[len(self._vectors)], True
+            self.prompt = self.text = self._texts[len(self._vectors)]
+            self.between_texts = True
 
     def _result(self, hidden: NDArray[np.float32]) -> Any:
         """What a text's hidden states [tokens, hidden] become."""

@@ -1,4 +1,4 @@
-"""The KV caches of an engine: one for each stream, all made at the start, and where prompts are cut to share them.
+"""The KV caches of an engine, one for each stream, and where prompts are cut to share them.
 
 A free slot keeps its KV cache so that a later prompt with the same prefix can reuse it.
 """
@@ -6,11 +6,11 @@ A free slot keeps its KV cache so that a later prompt with the same prefix can r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count
 
 from billfish.core.typing import Activations
 from billfish.llm.decoder_base import Decoder
-from billfish.llm.kv_cache import Cache, shared_length
+from billfish.llm.kv_cache import Cache
+from billfish.serving.engine.prefix_index import PrefixIndex, block_hashes
 
 SMALLEST = 16
 
@@ -59,18 +59,13 @@ def cuts_for(decoder: Decoder, activations: Activations | None) -> Cuts:
 
 class Slot:
     """A cache, and whether somebody has it. read: of its tokens, the first ones that were read as a prompt is. tenant:
-    whose tokens they are."""
+    whose tokens they are. shared: whether prompts may begin with them."""
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
-        self.taken = False
+        self.taken = self.shared = False
         self.tenant = b""
         self.read = 0
-        self.last_used = -1
-
-    def hold(self, length: int) -> None:
-        """Its first tokens alone, which are restorable."""
-        self.read = min(self.read, self.cache.rollback(length))
 
 
 class Slots:
@@ -79,14 +74,15 @@ class Slots:
 
     def __init__(self, decoder: Decoder, streams: int, context: int, cuts: Cuts, *, exact: bool) -> None:
         self._slots = [Slot(decoder.cache(context)) for _ in range(streams)]
+        self._empty, self._kept = list(self._slots), dict[Slot, None]()  # of the free ones; the oldest text is first
         self._cuts, self._exact = cuts, exact
-        self._time = count()
+        self._index = PrefixIndex[Slot]()
         self.bytes_bound = sum(slot.cache.nbytes for slot in self._slots)
 
     @property
     def free(self) -> int:
         """How many nobody has."""
-        return sum(not slot.taken for slot in self._slots)
+        return len(self._empty) + len(self._kept)
 
     @property
     def bytes_held(self) -> int:
@@ -94,50 +90,97 @@ class Slots:
         caches = [slot.cache for slot in self._slots]
         return sum(cache.nbytes * len(cache.tokens) // cache.capacity for cache in caches)
 
-    def reuse(self, prompt: list[int], tenant: bytes = b"") -> int:
-        """How many tokens of a tenant's prompt need not be read."""
-        return self._nearest(prompt, tenant)[1]
+    def hashes(self, prompt: list[int], tenant: bytes = b"") -> list[bytes]:
+        """What `reuse` and `take` look a tenant's prompt up by."""
+        return block_hashes(prompt, self._cuts.smallest, tenant)
 
-    def take(self, prompt: list[int] | None, tenant: bytes = b"") -> Slot:
+    def note_growth(self) -> None:
+        """Look at what running requests have read since the last call: prompts may begin with that, too."""
+        for slot in self._slots:
+            if slot.taken and slot.shared:
+                self._note(slot)
+
+    def reuse(self, prompt: list[int], hashes: list[bytes]) -> int:
+        """How many tokens of a prompt need not be read."""
+        return self._nearest(prompt, hashes)[1]
+
+    def take(self, prompt: list[int] | None = None, hashes: list[bytes] | None = None, tenant: bytes = b"") -> Slot:
         """A free slot. It holds as much of the prompt as some slot of the tenant does; None: nothing.
 
         The nearest slot itself is taken if it is free and most of its text is in the prompt. Else its beginning is
         copied to the slot that was given back longest ago.
         """
-        slot = min((slot for slot in self._slots if not slot.taken), key=lambda slot: slot.last_used)
-        source, length = (slot, 0) if prompt is None else self._nearest(prompt, tenant)
-        if not source.taken and 2 * length >= len(source.cache.tokens):
+        source, length = (None, 0) if prompt is None or hashes is None else self._nearest(prompt, hashes)
+        if source is not None and not source.taken and 2 * length >= len(source.cache.tokens):
             slot = source
-        if slot is not source and length:
+        else:
+            slot = self._empty[-1] if self._empty else next(iter(self._kept))
+        if source is None or slot is source:
+            self._hold(slot, length)
+        else:
+            self._hold(slot, 0)
             slot.cache.begin_as(source.cache, length)
             slot.read = min(source.read, length)
-        slot.hold(length)
-        slot.taken, slot.tenant = True, tenant
+        if slot in self._kept:
+            del self._kept[slot]
+        else:
+            self._empty.remove(slot)
+        slot.taken, slot.shared, slot.tenant = True, prompt is not None, tenant
         return slot
 
     def give_back(self, slot: Slot, *, keep: bool) -> None:
         """keep: prompts to come may begin with its text."""
-        if not keep:
-            slot.hold(0)
-        slot.taken, slot.last_used = False, next(self._time) if keep else -1
+        slot.taken = False
+        if keep and slot.shared:
+            self._note(slot)
+            self._kept[slot] = None
+        else:
+            self._hold(slot, 0)
+            self._empty.append(slot)
 
     def clear(self) -> None:
         """Empty all slots and give them back."""
         for slot in self._slots:
-            self.give_back(slot, keep=False)
+            self._hold(slot, 0)
+            slot.taken = False
+        self._empty, self._kept = list(self._slots), {}
 
-    def _nearest(self, prompt: list[int], tenant: bytes) -> tuple[Slot, int]:
-        """The slot with the longest beginning of the prompt, and how much of that is of use: what others have read is
-        of none, or time and `cached_tokens` would tell their prompts."""
+    def _hold(self, slot: Slot, length: int) -> None:
+        """Keep a slot's first tokens alone, which are restorable."""
+        slot.read = min(slot.read, slot.cache.rollback(length))
+        self._index.cut(slot, self._of_use(slot) // self._cuts.smallest)
 
-        def length(slot: Slot) -> int:
-            if slot.tenant != tenant:
-                return 0
-            tokens = slot.cache.tokens[: slot.read] if self._exact else slot.cache.tokens
-            kept = slot.cache.restorable(self._cuts.reusable(shared_length(tokens, prompt), len(prompt)))
-            while kept % self._cuts.step:  # the end of a message within a chunk
-                kept = slot.cache.restorable(kept // self._cuts.step * self._cuts.step)
-            return kept
+    def _note(self, slot: Slot) -> None:
+        """Index what a slot holds."""
+        known, block = self._index.hashes(slot), self._cuts.smallest
+        new = slot.cache.tokens[len(known) * block : self._of_use(slot)]
+        if len(new) >= block:
+            self._index.extend(slot, block_hashes(new, block, slot.tenant, known))
 
-        best = max(self._slots, key=lambda slot: (length(slot), not slot.taken))
-        return best, length(best)
+    def _of_use(self, slot: Slot) -> int:
+        """How many of a slot's tokens a prompt may begin with. The last one may be on its way (a number below 0)."""
+        tokens = slot.cache.tokens
+        return slot.read if self._exact else len(tokens) - (bool(tokens) and tokens[-1] < 0)
+
+    def _nearest(self, prompt: list[int], hashes: list[bytes]) -> tuple[Slot | None, int]:
+        """The slot with the longest beginning of the prompt, and how much of that is of use. What other tenants have
+        read has other hashes: time and `cached_tokens` would tell their prompts."""
+        best, longest = None, 0
+        for blocks, slots in self._index.longest(hashes):
+            most = self._cuts.reusable(blocks * self._cuts.smallest, len(prompt))
+            if most <= longest:
+                break
+            for slot in sorted(slots, key=lambda slot: slot.taken):
+                kept = self._usable(slot, most)
+                if kept > longest:
+                    best, longest = slot, kept
+                if kept == most:
+                    break
+        return best, longest
+
+    def _usable(self, slot: Slot, length: int) -> int:
+        """Behind how many of its first `length` tokens a text can go on in a slot."""
+        kept = slot.cache.restorable(length)
+        while kept % self._cuts.step:  # the end of a message within a chunk
+            kept = slot.cache.restorable(kept // self._cuts.step * self._cuts.step)
+        return kept

@@ -1,37 +1,58 @@
-"""Which prompts are read in a step, and how much of each: a long one stops neither the answers nor other prompts."""
+"""What is fed in a step: a token of each answer, and prompts in the order in which they came."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from billfish.llm.kv_cache import shared_length
 from billfish.serving.engine.jobs import Answer, Job
-from billfish.serving.engine.kv_slots import Cuts, Slots
+from billfish.serving.engine.kv_slots import Cuts
+from billfish.serving.engine.prefix_index import PrefixIndex
 
 
-def is_being_read(job: Job, running: Sequence[Job], slots: Slots, cuts: Cuts) -> bool:
-    """Whether a running answer will soon have read more of the job's prompt than any cache holds."""
-    if not isinstance(job, Answer):
-        return False
-    if job.waits_for is not None:  # found in an earlier step
-        reader, length = job.waits_for
-        if not reader.finished and len(reader.slot.cache.tokens) < length:
-            return True
-    job.waits_for, most = None, slots.reuse(job.prompt, job.tenant)
-    for other in running:
-        if isinstance(other, Answer) and other.left > 0 and other.tenant == job.tenant:
-            length = cuts.reusable(shared_length(other.prompt, job.prompt), len(job.prompt))
-            if length > most:
-                job.waits_for, most = (other, length), length
-    return job.waits_for is not None
+def share_out(jobs: Sequence[Job], budget: int, smallest: int) -> dict[Job, int]:
+    """How many tokens each job is fed in this step, of those that are fed at all. jobs: first come, first served.
 
-
-def share_out(jobs: Sequence[Job], bound: int, smallest: int) -> dict[Job, int]:
-    """Who reads how many tokens in this step: about `bound` together, about `smallest` each at least. Who has waited
-    longest comes first; what a short prompt does not need goes to the longer ones."""
-    served = sorted(jobs, key=lambda job: job.turn)[: max(1, bound // smallest)]
-    parts, left = dict.fromkeys(served, 0), bound
-    for i, job in enumerate(sorted(served, key=lambda job: job.left)):
-        parts[job] = job.part(max(0, left) // (len(served) - i))
-        left -= parts[job]
+    Each answer gets its next token. Prompts get about `budget` tokens together, and each `smallest` at least: the first
+    one is read as far as possible, and what it leaves goes to the next.
+    """
+    parts, left = dict[Job, int](), max(budget, smallest)
+    for job in jobs:
+        if job.decodes:
+            parts[job] = 1
+        elif left >= smallest:
+            parts[job] = job.part(left)
+            left -= parts[job]
     return parts
+
+
+class PromptsInReading:
+    """Prompts that are being read. One that begins alike waits for the rest, instead of reading it a second time."""
+
+    def __init__(self, cuts: Cuts) -> None:
+        self._cuts, self._index = cuts, PrefixIndex[Answer]()
+
+    def add(self, job: Answer) -> None:
+        self._index.extend(job, job.hashes)
+
+    def remove(self, job: Answer) -> None:
+        self._index.cut(job, 0)
+
+    def has_more_of(self, job: Answer, cached: int) -> bool:
+        """Whether somebody will soon have read more of the job's prompt than the `cached` tokens that a cache holds."""
+        job.waits_for = None
+        for blocks, readers in self._index.longest(job.hashes):
+            length = self._cuts.reusable(blocks * self._cuts.smallest, len(job.prompt))
+            if length <= cached:
+                break
+            reader = next((reader for reader in readers if len(reader.slot.cache.tokens) < length), None)
+            if reader is not None:
+                job.waits_for = reader, length
+                break
+        return job.waits_for is not None
+
+    def still_waits(self, job: Answer) -> bool:
+        """Whether the one that the job waits for, as found in an earlier step, is still reading."""
+        if job.waits_for is None:
+            return False
+        reader, length = job.waits_for
+        return bool(self._index.hashes(reader)) and len(reader.slot.cache.tokens) < length
