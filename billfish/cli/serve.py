@@ -8,6 +8,7 @@ import logging
 import signal
 
 from billfish.cli.model_arguments import add_model_arguments, load_model, model_of, set_threads
+from billfish.core.errors import BillfishError
 from billfish.core.extras import folder_of
 from billfish.llm.chat_template import start_process
 
@@ -130,6 +131,8 @@ def run(arguments: argparse.Namespace) -> None:
         finally:
             engine.close(finish=False)
             service.close()
+        if engine.failure:
+            raise BillfishError(f"serve: {engine.failure}")
 
 
 def _who(host: str, has_keys: bool) -> str:

@@ -38,6 +38,10 @@ class BackendUnavailable(BillfishError, RuntimeError):
     """No backend, or not the one asked for, can run this problem on this machine."""
 
 
+class DeviceLost(BillfishError, RuntimeError):
+    """A device that this process cannot use any more, as after a fault in a kernel. Only another process can."""
+
+
 class MissingPackage(BackendUnavailable):
     """A Python package that this part of billfish needs is not installed."""
 

@@ -19,6 +19,7 @@ from billfish.backends.cuda.driver import (
     Pinned,
     Stream,
     check,
+    check_device,
     copy_in,
     copy_out,
     current,
@@ -134,6 +135,9 @@ class CudaDecoder(Decoder):
             " or ".join(map(repr, EIGHT_BITS)) + ", or none for x in float16" if self._hopper else "none: x is float16"
         )
         raise DataError(bad_argument(call, "activations", repr(activations), f"{expected}, on {self._gpu.name}"))
+
+    def check_device(self) -> None:
+        check_device(self._ordinal)
 
     def prefill_budget(self, decoding: int) -> int:
         return self.chunk

@@ -70,6 +70,9 @@ class Decoder(ABC):
         """Feed tokens, as `run` does, but any number: the token that comes next in each text that has a sampler. There
         may be fewer samplers than passages; the last texts then are only fed."""
 
+    def check_device(self) -> None:  # noqa: B027  # a CPU cannot be lost
+        """Raises DeviceLost if this process cannot compute on the device any more."""
+
     def prefill_budget(self, decoding: int) -> int:
         """How many tokens of prompts a server feeds in a step beside those of `decoding` answers, which wait for it."""
         return self.chunk // 4 if decoding else self.chunk

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llm_architectures import write_model as write_model_with_experts
+from serving_http import until
 from serving_support import Collected, alone, ask, random_sampling, random_tokens, small_model, submit
 
 import billfish as bf
@@ -441,24 +441,11 @@ def test_what_escapes_a_step_ends_all_requests(model, monkeypatch):
                 assert all("inside" in a.pieces[-1].error or "IndexError" in a.pieces[-1].error for a in answers)
                 with pytest.raises(bf.BillfishError):
                     vectors.result(60)
-        assert engine.is_alive
+        until(lambda: engine.is_alive)
         assert_idle(engine)
         request = Request([67] * 20, 10)
         assert ask(engine, request).text == alone(model, request, activations="exact")[0]
     assert engine.counts().finished["failed"] == 6
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_whose_thread_has_ended_takes_nothing(model, monkeypatch):
-    engine = Engine(model, streams=1)
-    monkeypatch.setattr(engine, "_step", lambda: sys.exit())
-    monkeypatch.setattr(engine, "_fail_all", lambda error: sys.exit())
-    engine.submit(Request([5], 1), print)
-    engine._thread.join(60)
-    assert not engine.is_alive
-    with pytest.raises(ServerClosing):
-        engine.submit(Request([5], 1), print)
-    engine.close()
 
 
 def test_closing_finishes_what_runs(model):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cuda.compile import SOURCES, compile_kernel, cuda_module
-from billfish.core.errors import BackendUnavailable, BillfishError
+from billfish.core.errors import BackendUnavailable, BillfishError, DeviceLost
 
 Macros = tuple[tuple[str, str], ...]
 
@@ -33,6 +33,10 @@ def driver() -> Any:
 
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+# Errors behind which every later call of the process fails: DEINITIALIZED, ECC_UNCORRECTABLE, NVLINK_UNCORRECTABLE,
+# CONTAINED, ILLEGAL_ADDRESS, LAUNCH_TIMEOUT, CONTEXT_IS_DESTROYED, ASSERT, HARDWARE_STACK_ERROR, ILLEGAL_INSTRUCTION,
+# MISALIGNED_ADDRESS, INVALID_ADDRESS_SPACE, INVALID_PC, LAUNCH_FAILED, TENSOR_MEMORY_LEAK, UNKNOWN.
+STICKY = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999})
 
 
 class OutOfMemory(BillfishError, MemoryError):
@@ -42,6 +46,8 @@ class OutOfMemory(BillfishError, MemoryError):
 def check(result: tuple[Any, ...], what: str) -> Any:
     """The value of a driver's call, which comes behind its error code."""
     error, *values = result
+    if int(error) in STICKY:
+        raise DeviceLost(f"cuda: {what} failed: {error.name}. This process cannot use the GPU any more.")
     if int(error) != 0:
         raise (OutOfMemory if int(error) == OUT_OF_MEMORY else BillfishError)(f"cuda: {what} failed: {error.name}.")
     return values[0] if len(values) == 1 else tuple(values)
@@ -266,6 +272,12 @@ class Pinned:
             self._driver.cuCtxPushCurrent(self._context)
             self._driver.cuMemFreeHost(self.pointer)
             self._driver.cuCtxPopCurrent()
+
+
+def check_device(ordinal: int) -> None:
+    """Wait for all that was launched. Raises DeviceLost if the device cannot be used any more."""
+    with current(ordinal):
+        check(driver().cuCtxSynchronize(), "waiting for the device")
 
 
 def free_bytes(ordinal: int) -> int:

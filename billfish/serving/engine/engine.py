@@ -18,17 +18,19 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import DataError, ModelError, bad_argument, explained, failure
+from billfish.core.errors import DataError, DeviceLost, ModelError, bad_argument, explained, failure
 from billfish.core.typing import Activations
+from billfish.llm.decoder_base import Decoder
 from billfish.llm.grammar import CompiledGrammar, Grammar, Vocabulary
 from billfish.llm.model import Model
-from billfish.llm.sampler import Scored
+from billfish.llm.sampler import Sampling, Scored
 from billfish.serving.engine.grammar_compiler import GrammarCompiler, start_thread
 from billfish.serving.engine.jobs import Answer, Embedding, Job, OnToken, Scoring
 from billfish.serving.engine.kv_slots import SMALLEST, Slots, cuts_for
 from billfish.serving.engine.requests import EngineCounts, QueueFull, Request, ServerClosing, Ticket
 from billfish.serving.engine.scheduler import PromptsInReading, share_out
 
+LOG = logging.getLogger("billfish.serving")
 CALL = "serving.Engine"
 USUAL_CONTEXT = 4096
 
@@ -78,7 +80,8 @@ class Engine:
         self._running: list[Job] = []
         self._numbers = count()
         self._in_reading = PromptsInReading(self._cuts)  # the engine's thread's alone
-        self._closing = False
+        self._closing = self._recovering = False
+        self.failure = ""  # a sentence, when the engine has ended by an error
         self._counts = EngineCounts(cache_bytes_bound=self._slots.bytes_bound)
         self.after_step: Callable[[], object] = lambda: None  # called in the engine's thread, after tokens were given
         self._thread = start_thread(self._work, "billfish engine")
@@ -123,8 +126,9 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine's thread runs."""
-        return self._thread.is_alive()
+        """Whether requests are answered: not by a thread that has ended, nor while it finds out whether the model runs
+        after an error. `failure` says why it has ended."""
+        return self._thread.is_alive() and not self._recovering and not self.failure
 
     def counts(self) -> EngineCounts:
         """What has been done, and what is."""
@@ -165,7 +169,7 @@ class Engine:
         with self._changed:
             if self._closing:
                 self._counts.refused += 1
-                raise ServerClosing("The engine is closing. Retry later.")
+                raise ServerClosing(self.failure or "The engine is closing. Retry later.")
             if len(self._waiting) + len(self._running) >= self.streams + self.queue_limit:
                 self._counts.refused += 1
                 raise QueueFull(f"The queue is full ({self.queue_limit} requests wait). Retry later, or raise --queue.")
@@ -181,20 +185,39 @@ class Engine:
 
     def _work(self) -> None:
         try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closing or self._waiting or self._running)
-                    if not (self._waiting or self._running):
-                        return
+            while self._has_work():
                 try:
                     self._step()
                 except BaseException as error:  # a panic inside llguidance is no Exception
-                    logging.getLogger("billfish.serving").exception("a step of the engine failed")
-                    self._fail_all(explained(error))
+                    self._recover(error)
                 self.after_step()
+        except BaseException as error:
+            self.failure = f"The engine has stopped: {explained(error)}"
+            LOG.critical("%s", self.failure)
         finally:
             with self._changed:
                 self._closing = True  # nothing waits for a thread that has ended
+            self._fail_all(self.failure)
+            with suppress(BaseException):
+                self.after_step()
+
+    def _has_work(self) -> bool:
+        """Wait for something to do. False: there is nothing more, as the engine closes."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._waiting or self._running)
+            return bool(self._waiting or self._running)
+
+    def _recover(self, error: BaseException) -> None:
+        """After an error that no request is to blame for: all of them end, and the next ones are answered if the model
+        still runs. Raises if it does not."""
+        LOG.error("a step of the engine failed", exc_info=error)
+        self._recovering = True
+        self._fail_all(explained(error))
+        if isinstance(error, DeviceLost):
+            raise error
+        self._decoder.check_device()
+        self._decoder.choose([(self._decoder.cache(1), [0])], [Sampling().sampler()], self._activations)
+        self._recovering = False
 
     def _fail_all(self, error: str) -> None:
         """End whatever runs or waits. All slots are free afterwards."""
@@ -220,7 +243,7 @@ class Engine:
         self._answer({job: part for job, part in parts.items() if isinstance(job, Answer)})
         for job in reading:
             if isinstance(job, Embedding):
-                with _failing([job]):
+                with _failing([job], self._decoder):
                     job.read(parts[job])
             elif isinstance(job, Answer) and len(job.slot.cache.tokens) >= len(job.prompt):
                 self._in_reading.remove(job)
@@ -236,7 +259,7 @@ class Engine:
         feeding = [*going_on, *(job for job, part in parts.items() if part < job.left)]
         passages = [(job.slot.cache, job.tokens(parts[job])) for job in feeding]
         chosen = list[int]()
-        with _failing(feeding):
+        with _failing(feeding, self._decoder):
             chosen = self._decoder.choose(passages, [job.sampler for job in going_on], self._activations)
             for job in feeding:
                 job.was_fed()
@@ -315,10 +338,14 @@ class Engine:
 
 
 @contextmanager
-def _failing(jobs: Sequence[Job]) -> Iterator[None]:
-    """What is raised ends these jobs, and no others."""
+def _failing(jobs: Sequence[Job], decoder: Decoder | None = None) -> Iterator[None]:
+    """What is raised ends these jobs, and no others, unless the device of the decoder is lost."""
     try:
         yield
+    except DeviceLost:
+        raise
     except BaseException as error:  # a panic inside llguidance is no Exception
+        if decoder is not None:
+            decoder.check_device()
         for job in jobs:
             job.end("failed", explained(error))

@@ -23,6 +23,9 @@ from billfish.serving.http.protocol import Connections, LimitedProtocol
 
 LOG = logging.getLogger("billfish.serving")
 READER_SECONDS = 10  # for slow clients to read what was finished
+FAILED_SECONDS = (
+    2.0  # for clients to read errors, and for monitors to see /health, when the engine has ended by an error
+)
 
 
 class Server(uvicorn.Server):
@@ -57,6 +60,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.service, self._announce = service, announce
         self._keys, self._read_keys = keys, read_keys
+        self._failed = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
@@ -64,6 +68,16 @@ class Server(uvicorn.Server):
         if self._read_keys is not None and threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.rotate_keys)
         self._announce()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: a server whose engine has failed ends."""
+        if self.service.engine.failure and not self._failed:
+            self._failed = True
+            asyncio.get_running_loop().call_later(FAILED_SECONDS, self._end)
+        return await super().on_tick(counter)
+
+    def _end(self) -> None:
+        self.should_exit = True
 
     def rotate_keys(self) -> None:
         """Read the keys again. Where they cannot be read, the old ones stay."""
