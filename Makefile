@@ -69,7 +69,8 @@ docs-commands: $(VENV)/test.stamp
 	build/docs-commands/venv/bin/pip $(PIP_INSTALL) 'billfish[llm,checkpoints]'
 	$(BIN)/python tests/support/docs_commands/run.py build/docs-commands/venv/bin
 
-# 100,000 hostile files and calls, 500 races between processes and 200 kills: tests/support/attack. A part of it is in `make test`.
+# 100,000 hostile files and calls, races between processes, kills, failing disks and HTTP requests (with CASES=1000000: 500, 1,000, 500
+# and 100,000): tests/support/attack. A part of it is in `make test`.
 # An interrupted run goes on from its journal; `rm build/attack.jsonl` starts anew.
 CASES := 100000
 

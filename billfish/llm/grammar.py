@@ -32,6 +32,7 @@ LIMITS = {
     "members of an allOf": 10,
     "characters in names, patterns and values": 64_000,
 }
+LONGEST_FORCED = 1000  # characters that become the tokens that the model knows best; of more, the longest that fit
 LARK = grammar_process.LARK
 ANNOTATIONS = ("title", "description", "$comment")  # texts that no answer depends on
 
@@ -149,7 +150,10 @@ class Vocabulary:
         return {"tokens": names, "special": special, "bos": self._tokenizer.bos, "ends": ends}
 
     def _encode(self, text: str) -> list[int] | None:
-        """The tokens of a text. None where SentencePiece begins it with a space that is not there."""
+        """The tokens of a text. None where SentencePiece begins it with a space that is not there, and for a long text:
+        llguidance asks for all that it has no choice about, again for each token of it."""
+        if len(text) > LONGEST_FORCED:
+            return None
         ids = self._tokenizer.encode(text, special=False, start=False)
         return ids if b"".join(map(self._tokenizer.piece_bytes, ids)) == text.encode() else None
 

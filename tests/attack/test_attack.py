@@ -6,7 +6,7 @@ import random
 import sys
 
 import pytest
-from attack import folders, gguf_files, run
+from attack import faults, folders, gguf_files, run
 from attack.cases import Case, as_json, read_all, run_model
 from attack.findings import FINDINGS
 
@@ -44,6 +44,14 @@ def test_what_the_generators_break_was_whole(tmp_path):
     (folder / "config.json").write_bytes(as_json(folders.CONFIG))
     (folder / "tokenizer.json").write_bytes(as_json(folders.tokenizer()))
     run_model(folder)
+
+
+def test_disks_that_fail_leave_no_half_output():
+    """EIO and ENOSPC at random calls, and a process that is killed within a write."""
+    row = faults.faults(15)
+    assert row.failures == []
+    assert row.cases >= 15
+    assert row.refused
 
 
 def bare_error(folder):

@@ -70,6 +70,23 @@ def test_answers_with_and_without_a_grammar_beside_each_other(model):
     jsonschema.validate(json.loads(texts.pop()), PERSON)
 
 
+def test_long_texts_without_a_choice_are_not_encoded_at_each_token(model, monkeypatch):
+    """llguidance asks for the tokens of all that is left, for each token again: it stalled every stream."""
+    asked, encode = [0], type(model.tokenizer).encode
+
+    def counted(self, text, **options):
+        asked.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(type(model.tokenizer), "encode", counted)
+    schema = {"const": "x y" * 1000}
+    with Engine(model, streams=1, queue=1) as engine:
+        answer = ask(engine, Request([5, 6], 40, Sampling(0.0), grammar=compiled(engine, schema)))
+    assert json.dumps(schema["const"]).startswith(answer.text)
+    assert len(answer.text) >= 40
+    assert max(asked) <= 1000
+
+
 def test_any_object(engine):
     for seed in range(3):
         answer = ask(

@@ -352,8 +352,3 @@ FINDINGS: dict[str, tuple[Callable[[], Case], bool]] = {
     "sums beyond float32": (sums_beyond_float32, True),
     "a signaling NaN": (signaling_nan, True),
 }
-
-
-def findings(rng: random.Random) -> Case:
-    """One of them."""
-    return FINDINGS[rng.choice(list(FINDINGS))][0]()

@@ -43,7 +43,7 @@ ADDRESS_SPACE = 2 << 30  # beyond what a worker has: what is asked for at once a
 CHUNK = 2500  # cases that one worker does
 # Generators by name: their module, and how many of a thousand cases they make.
 GENERATORS = {
-    "mutated files": ("mutated_files", "mutated", 900),
+    "mutated files": ("mutated_files", "mutated", 901),
     "gguf headers": ("gguf_files", "headers", 23),
     "gguf models": ("gguf_files", "models", 17),
     "gguf splits": ("gguf_files", "splits", 2),
@@ -55,10 +55,10 @@ GENERATORS = {
     "plans": ("places", "plans", 1),
     "packed files": ("packed_files", "packed", 4),
     "calls": ("calls", "calls", 4),
-    "findings": ("findings", "findings", 1),
 }
-# Attacks on whole processes, each a function of the module of its name, and how many rounds they have.
-PROCESSES = {"races": 500, "kills": 200}
+# Attacks on whole processes, each a function of the module of its name: how many rounds they have at least, and with
+# a million cases.
+PROCESSES = {"races": (100, 500), "kills": (100, 1000), "faults": (100, 500), "server": (5000, 100_000)}
 
 
 Chunk = tuple[str, int, int]  # a generator, the first seed, and the one behind the last
@@ -312,7 +312,9 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--journal", type=Path, help="where finished ranges are kept, to go on after an interrupt")
     parser.add_argument("--json", type=Path, help="where the table goes, too")
-    parser.add_argument("--processes", action="store_true", help="races and kills as well")
+    parser.add_argument(
+        "--processes", action="store_true", help="races, kills, failing disks and HTTP requests as well"
+    )
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)  # generator, first and last seed, folder
     arguments = parser.parse_args()
     if arguments.worker:
@@ -326,7 +328,9 @@ def main() -> None:
         arguments.journal.parent.mkdir(parents=True, exist_ok=True)
     rows = attack(arguments.cases, arguments.jobs, arguments.only, arguments.first, arguments.journal)
     if arguments.processes:
-        rows += [of_processes(name, count) for name, count in PROCESSES.items()]
+        rows += [
+            of_processes(name, max(least, arguments.cases * most // 10**6)) for name, (least, most) in PROCESSES.items()
+        ]
     print(table(rows))
     for row in rows:
         for failure, command in list(row.failures.items())[:20]:
