@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, help="compilers at a time (default: one for each core)")
     parser.add_argument("--no-sdist", action="store_true", help="only wheels")
     arguments = parser.parse_args()
+    arguments.build, arguments.out = arguments.build.resolve(), arguments.out.resolve()
     pythons = find_pythons(arguments.python)
     if not any(python.stable for python in pythons):
         raise SystemExit("No Python 3.12 or newer with headers was found. Name one: --python PATH")

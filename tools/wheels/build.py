@@ -120,6 +120,7 @@ def _write_toolchain(platform: Platform, tools: Path) -> str:
     """A file for CMake, and the programs that it names: zig with the target, as commands of one word."""
     # Paths of this machine are not to be in the modules: the same source gives the same bytes everywhere.
     flags = f"-g0 -ffile-prefix-map={ROOT}=. -ffile-prefix-map={Path(zig()).parent}=zig -fno-sanitize=undefined"
+    flags += " -fomit-frame-pointer"  # zig keeps it, which takes a register from the kernels
     choose = f'case "$*" in *-DBILLFISH_ISA=*) target={platform.kernels};; *) target={platform.target};; esac'
     # CMake asks what compiler it has by linking a program, for which zig would compile a libc++ of its own.
     choose += '\ncase "$*" in *CompilerId.cpp*) set -- -c "$@";; esac'

@@ -82,10 +82,12 @@ ASK = "import json, sys, sysconfig; print(json.dumps([sys.version_info[:2], sysc
 
 
 def python_candidates(given: Sequence[str] = ()) -> list[str]:
-    """Pythons that may be there: `given`, this one, those of the PATH and of pyenv."""
+    """`given`, or Pythons that may be there: this one, those of the PATH and of pyenv."""
+    if given:
+        return list(given)
     names = [f"python3.{minor}" for minor in range(10, 20)]
     pyenv = sorted(Path.home().glob(".pyenv/versions/3.*/bin/python3"))
-    return [*given, sys.executable, *filter(None, map(shutil.which, names)), *map(str, pyenv)]
+    return [sys.executable, *filter(None, map(shutil.which, names)), *map(str, pyenv)]
 
 
 def find_pythons(given: Sequence[str] = ()) -> list[Python]:

