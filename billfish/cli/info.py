@@ -6,6 +6,7 @@ Packages are looked up, not imported: some take seconds.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -120,6 +121,10 @@ def memory(meminfo: Path = Path("/proc/meminfo")) -> dict[str, int]:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         return {name: int(lines[f"Mem{name.title()}"].split()[0]) << 10 for name in ("total", "available")}
     except (OSError, KeyError, ValueError):  # no Linux
+        if sys.platform == "win32":
+            status = (ctypes.c_uint64 * 8)(64)  # MEMORYSTATUSEX: its length, then the total and what is available
+            ctypes.windll.kernel32.GlobalMemoryStatusEx(status)
+            return {"total": status[1], "available": status[2]}
         return {"total": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
 
 
