@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.mixes import Mix
 from billfish.checkpoints.names.gguf_names import is_of_images, text_config
+from billfish.checkpoints.write.pattern_trial import SECONDS, endless_pattern
 from billfish.checkpoints.write.target import is_sensitive
 from billfish.core.errors import CheckpointError, failure
 from billfish.core.format import Format
@@ -109,11 +110,17 @@ class Quantization:
         return next((rule for rule in rules if finds(rule.pattern, name, origin)), None)
 
     def check_patterns(self, checkpoint: Checkpoint) -> None:
-        """Raises if a pattern finds no tensor: a misspelt rule must not be silently without effect."""
+        """Raises if a pattern finds no tensor: a misspelt rule must not be silently without effect. Raises, too, if it
+        takes too long to find them."""
         origins = {name: checkpoint.origins.get(name, name) for name in checkpoint}
         patterns = [("keep", rule.pattern) for rule in (*self.rules, *self.planned)] + [
             ("only", pattern) for pattern in self.only
         ]
+        endless = endless_pattern([pattern.pattern for _, pattern in patterns], {*origins, *origins.values()})
+        if endless is not None:
+            problem = f"the regular expression {endless!r} takes more than {SECONDS:g} s for the names of the tensors"
+            fix = "It repeats what repeats, such as (a*)*. Write each repetition once."
+            raise CheckpointError(failure("quantize", problem, fix))
         for argument, pattern in patterns:
             if not any(finds(pattern, *names) for names in origins.items()):
                 problem = f"{argument} is {pattern.pattern!r}, which matches no tensor"
