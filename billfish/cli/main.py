@@ -19,6 +19,7 @@ from billfish.core.errors import BillfishError, printable, readable
 from billfish.core.terminal import Style
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
+NO_THREAD = "can't start new thread"  # what Python says where there is no memory for its stack
 
 
 class Command(NamedTuple):
@@ -174,6 +175,11 @@ def _run_command(words: list[str]) -> int:
         return status or 0
     except BillfishError as error:
         _tell(error)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and str(error) != NO_THREAD:
+            raise
+        _tell("the system gives this process no more memory. Use a smaller model or context.")
         return 2
     except KeyboardInterrupt:
         resumes = name in COMMANDS and COMMANDS[name].resumes

@@ -23,6 +23,7 @@ class KernelCache:
         """Raises OSError where there is no folder that this user alone can write to."""
         folder = cache_folder(backend)
         folder.parent.mkdir(parents=True, exist_ok=True)
+        _check_parent(folder.parent)
         try:
             self.folder = _own(folder)
         except PermissionError:  # a shared BILLFISH_CACHE: another user was first
@@ -32,8 +33,10 @@ class KernelCache:
         """A file whose content is what was added under this name. Anything else counts as missing."""
         path = self.folder / name
         try:
+            if not (_is_own(os.lstat(path)) and _is_own(os.lstat(self._digest_path(name)))):
+                return None
             said = read_whole(self._digest_path(name), 64).decode("ascii", "replace")
-            return path if _is_own(os.lstat(path)) and _digest(read_whole(path)) == said else None
+            return path if _digest(read_whole(path)) == said else None
         except OSError:
             return None
 
@@ -45,6 +48,16 @@ class KernelCache:
 
     def _digest_path(self, name: str) -> Path:
         return self.folder / f"{name}.sha256"
+
+
+def _check_parent(parent: Path) -> None:
+    """Raises PermissionError for a folder whose entries another user may rename: ours could be another one between a
+    look at it and its use. Those of a folder with the sticky bit, such as /tmp, are safe."""
+    about = os.stat(parent)
+    trusted = sys.platform == "win32" or about.st_uid in (0, os.geteuid())
+    if not trusted or (about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX and sys.platform != "win32"):
+        fix = "Set BILLFISH_CACHE to a folder of your own."
+        raise PermissionError(f"other users may rename what is in {parent}. {fix}")
 
 
 def _own(folder: Path) -> Path:

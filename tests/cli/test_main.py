@@ -77,6 +77,18 @@ def test_ctrl_c_shows_no_traceback(name, capsys, monkeypatch):
     assert ("same command continues" in captured.err) == COMMANDS[name].resumes
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+def test_too_little_memory_is_told_in_a_line(error, capsys, monkeypatch):
+    monkeypatch.setattr(module_of("run"), "run", Mock(side_effect=error))
+    assert main(["run", "-p", "hi"]) == 2
+    said = capsys.readouterr().err
+    assert "memory" in said
+    assert said.count("\n") == 1
+    monkeypatch.setattr(module_of("run"), "run", Mock(side_effect=RuntimeError("a mistake of ours")))
+    with pytest.raises(RuntimeError, match="of ours"):
+        main(["run", "-p", "hi"])
+
+
 def test_help_is_a_command_and_chat_is_run(capsys):
     assert main(["help"]) == 0
     assert capsys.readouterr().out.startswith("usage: billfish COMMAND")

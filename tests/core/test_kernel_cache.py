@@ -79,3 +79,26 @@ def test_the_file_or_link_of_another_user_is_missing(folder):
     folder.rename(folder.with_name("elsewhere"))
     folder.symlink_to("elsewhere")
     assert KernelCache("cuda").folder != folder
+
+
+@needs_root
+def test_a_folder_whose_entries_others_may_rename_is_not_used(folder):
+    """They could put another folder in the place of ours after we have looked at it."""
+    shared = folder.parent
+    shared.chmod(0o777)
+    with pytest.raises(PermissionError, match="rename"):
+        KernelCache("cuda")
+    shared.chmod(0o1777)
+    assert KernelCache("cuda").folder == folder
+    shared.chmod(0o700)
+    os.chown(shared, NOBODY, NOBODY)
+    with pytest.raises(PermissionError, match="rename"):
+        KernelCache("cuda")
+
+
+@needs_root
+def test_a_digest_of_another_user_is_missing(folder):
+    cache = KernelCache("cuda")
+    cache.add("a.so", b"code")
+    os.chown(folder / "a.so.sha256", NOBODY, NOBODY)
+    assert cache.find("a.so") is None

@@ -21,7 +21,7 @@ from billfish.backends.emulator.counting import add_counters
 from billfish.backends.emulator.faults import CompileError
 from billfish.backends.emulator.hostile import flush_halves
 from billfish.backends.emulator.sites import annotate
-from billfish.core.errors import BackendUnavailable
+from billfish.core.errors import BackendUnavailable, failure
 from billfish.core.extras import how_to_install
 from billfish.core.kernel_cache import KernelCache
 
@@ -105,7 +105,10 @@ def find_compiler() -> Compiler:
 @cache
 def libraries() -> KernelCache:
     """Compiled kernels."""
-    return KernelCache("metal-emulator")
+    try:
+        return KernelCache("metal-emulator")
+    except PermissionError as error:
+        raise BackendUnavailable(failure("metal_kernel", f"cannot keep compiled kernels: {error}")) from None
 
 
 @cache
