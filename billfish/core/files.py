@@ -103,6 +103,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_json_list(path: Path) -> list[Any]:
+    """A JSON list; [] if there is no such file."""
+    if not path.is_file():
+        return []
+    try:
+        value = parse_json(read_whole(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(failure("load", f"{path} is not valid JSON: {error}")) from None
+    if not isinstance(value, list):
+        raise CheckpointError(failure("load", f"{path} holds {type_of(value)}, not a JSON list"))
+    return value
+
+
 def parse_json(text: bytes) -> Any:
     """A JSON value. Raises ValueError for what is none, and for what would take far more memory than the text has."""
     containers = text.count(b"[") + text.count(b"{")

@@ -36,6 +36,7 @@ from billfish.models.description import (
     Dense,
     DenseAndMixture,
     GatedDeltaNet,
+    LayerNorm,
     Mamba2,
     Matrix,
     Mixture,
@@ -67,8 +68,15 @@ class CpuDecoder(Decoder):
         backend = BACKENDS["cpu"]
         assert isinstance(backend, CpuBackend)
         self._backend = backend
-        self._embedding, *tables = (_in_memory(tensors.table(table)) for table in tensors.tables)
-        self._layer_embedding = tables[0] if tables else None
+        tables = {table: _in_memory(tensors.table(table)) for table in tensors.tables}
+        per_layer, encoder = self.config.per_layer_embedding, self.config.encoder
+        self._tables = list(tables.values())
+        self._embedding = tables[self.config.embedding]
+        self._layer_embedding = tables[per_layer.embedding] if per_layer else None
+        self._positions = tables[encoder.positions] if encoder and encoder.positions else None
+        self._token_types = tables[encoder.token_types] if encoder and encoder.token_types else None
+        if encoder:
+            self.chunk = self.config.context  # a text is read at once
 
     def pack(self, under_way: Callable[[], object]) -> None:
         tensors = self.tensors
@@ -88,8 +96,7 @@ class CpuDecoder(Decoder):
             stacks[stack] = self._backend.pack_experts(self._stack(stack))
             tensors.source.tensors.release()
         weights = [*packed.values(), *stacks.values()]
-        tables = [self._embedding] if self._layer_embedding is None else [self._embedding, self._layer_embedding]
-        self.nbytes = sum(each.nbytes for each in (*tables, *weights))
+        self.nbytes = sum(each.nbytes for each in (*self._tables, *weights))
         self._native = self._make_native(packed, stacks)
         self._set_embedding()
 
@@ -106,11 +113,16 @@ class CpuDecoder(Decoder):
             shared = None if order is None else orders.setdefault(order.tobytes(), order)
             return weights.description, weights.data, tensors.bias(part), shared
 
+        def norm(part: LayerNorm) -> dict[str, Any]:
+            return {"weight": tensors.vector(part), "bias": tensors.vector(part.bias)}
+
         def native(part: Any) -> Any:
             if isinstance(part, Matrix):
                 return matrix(part)
             if isinstance(part, Stack):
                 return stacks[part].arrays(tensors.bias(part))
+            if isinstance(part, LayerNorm):
+                return {**norm(part), "of_residual": part.of_residual}
             if isinstance(part, Vector):
                 return tensors.vector(part)
             if isinstance(part, Convolution):
@@ -119,7 +131,7 @@ class CpuDecoder(Decoder):
                 return part
             fields = {field.name: native(getattr(part, field.name)) for field in dataclasses.fields(part)}
             if "activation" in fields:
-                fields["activation"] = GATES.index(fields["activation"])
+                fields["activation"] = (*GATES, "gelu_erf").index(fields["activation"])
             return {"kind": type(part).__name__, **fields}
 
         ropes = [
@@ -138,7 +150,10 @@ class CpuDecoder(Decoder):
             about = {field: native(getattr(per_layer, field)) for field in ("size", "projection", "norm")}
             scales = {"scale": per_layer.scale, "projection_scale": per_layer.projection_scale}
             decoder.set_per_layer_embedding({**about, **scales, "layers": c.layers})
-        decoder.set_head(self.last_norm / np.float32(c.logit_scale), matrix(c.head))
+        last: dict[str, Any] = {"norm": self.last_norm / np.float32(c.logit_scale)}
+        if isinstance(c.final_norm, LayerNorm):
+            last = {"norm": {**norm(c.final_norm), "of_residual": False}}
+        decoder.set_head(last, None if c.encoder else matrix(c.head))
         return decoder
 
     def _set_embedding(self) -> None:
@@ -230,6 +245,8 @@ class CpuDecoder(Decoder):
         digits = DIGITS[check_activations("llm.run", activations or self.usual, DIGITS)]
         all_tokens = [token for _, tokens in passages for token in tokens]
         x = self.embed(all_tokens)
+        if self.config.encoder:
+            self._add_places(x, passages)
         inputs = self.layer_inputs(all_tokens, x, digits)
         with self._locked(passages):
             rows = []
@@ -242,6 +259,22 @@ class CpuDecoder(Decoder):
             for cache, tokens in passages:
                 cache.tokens.extend(tokens)
         return x
+
+    def _add_places(self, x: Floats, passages: Sequence[Passage]) -> None:
+        """Rows of embeddings take in where their tokens are: in a text, and in which of a pair. What follows the first
+        separator is of the second text, if something follows."""
+        if any(cache.tokens for cache, _ in passages):
+            raise ModelError(failure("llm.run", f"{self.config.architecture} reads a text at once", "Use a new cache."))
+        row, separator = 0, self.separator
+        for _, tokens in passages:
+            part = x[row : row + len(tokens)]
+            if self._positions is not None:
+                part += _rows_of(self._positions, list(range(len(tokens))))
+            if self._token_types is not None:
+                ends = [i for i, token in enumerate(tokens[:-1]) if token == separator]
+                second = ends[0] + 1 if ends and self._token_types.shape[0] > 1 else len(tokens)
+                part += _rows_of(self._token_types, [int(i >= second) for i in range(len(tokens))])
+            row += len(tokens)
 
     def run_layer(
         self, layer: int, tokens: list[int], x: Floats, source: Floats | None, cache: CpuCache, observe: Observe | None
@@ -338,7 +371,7 @@ class CpuCache(Cache):
     def __init__(self, config: Model, capacity: int = 256, type: CacheType = "float32") -> None:
         super().__init__(config, capacity)
         self.type: CacheType = type
-        shapes = [_state_shape(block) for block in config.blocks]
+        shapes = [_state_shape(block, i) for i, block in enumerate(config.blocks)]
         self.state = _cpu.SequenceState(shapes, type == "float16", capacity)
 
     @property
@@ -372,11 +405,14 @@ class CpuCache(Cache):
         return self.state.restorable(positions)
 
 
-def _state_shape(block: Block) -> tuple[int, int, int, int]:
-    """What a layer keeps of a sequence: heads and their size, the window, and the numbers of a recurrent state."""
+def _state_shape(block: Block, number: int) -> tuple[int, int, int, int]:
+    """What a layer keeps of a sequence: heads and their size, the window, and the numbers of a recurrent state. Layers
+    that see a whole text at once share the place of the first: nobody needs an earlier one's keys."""
     mixer = block.mixer
     if not isinstance(mixer, Attention):
         return 0, 16, 0, state_numbers(mixer)
+    if mixer.bidirectional:
+        return (mixer.kv_heads, mixer.head_size, 0, 0) if number == 0 else (0, 16, 0, 0)
     return (mixer.kv_heads, mixer.head_size, mixer.window, 0) if mixer.shares is None else (0, 16, 0, 0)
 
 
@@ -406,7 +442,7 @@ def inputs_of(block: Block) -> list[tuple[Matrix | Stack, ...]]:
     return [
         first,
         (mixer.output,),
-        (*((dense.gate, dense.up) if dense else ()), *own_router),
+        (*((dense.gate, *([dense.up] if dense.up else [])) if dense else ()), *own_router),
         (dense.down,) if dense else (),
         tuple(stack for stack in (mixture.gate, mixture.up) if stack) if mixture else (),
         (mixture.down,) if mixture else (),

@@ -33,6 +33,7 @@ class Decoder(ABC):
         self.last_norm = tensors.vector(self.config.final_norm)
         self.nbytes = 0  # of weights, as they are held in memory
         self.message_ends: frozenset[int] = frozenset()  # tokens that end a message of a conversation
+        self.separator = -1  # the token between the texts of a pair
 
     @abstractmethod
     def pack(self, under_way: Callable[[], object]) -> None:
@@ -136,6 +137,12 @@ class Decoder(ABC):
         if cache.config is not self.config:
             problem = f"the cache belongs to another model ({cache.config.name})"
             raise ModelError(failure(call, problem, "Pass one of this model's cache()."))
+
+    def check_answers(self, call: str) -> None:
+        """Raises unless the model continues texts."""
+        if self.config.encoder is not None:
+            fix = "Call Model.embed_text, or POST to /v1/embeddings."
+            raise ModelError(failure(call, f"{self.config.name} ({self.config.architecture}) is an encoder, which makes vectors of texts, not answers", fix))
 
     def check_hidden(self, hidden: Floats) -> None:
         """Raises unless they are hidden states of this model."""

@@ -44,6 +44,7 @@ from billfish.llm.generation import Generation, generate_batch
 from billfish.llm.kv_cache import Cache
 from billfish.llm.model_files import open_source
 from billfish.llm.model_weights import Convert, ExpertTensor, ModelTensors, Tensor
+from billfish.llm.pooling import Pooler
 from billfish.llm.sampler import Sampling
 from billfish.models import describe
 
@@ -119,7 +120,7 @@ class Model:
             tokenizer: list[Future[Tokenizer]] = []  # the vocabulary is read while native threads pack the weights
             self.decoder.pack(lambda: tokenizer.append(pool.submit(source.tokenizer)))
             self.tokenizer = tokenizer[0].result()
-        self.decoder.message_ends = self.tokenizer.ends
+        self.decoder.message_ends, self.decoder.separator = self.tokenizer.ends, self.tokenizer.separator
 
     @cached_property
     def template(self) -> ChatTemplate | None:
@@ -261,6 +262,7 @@ class Model:
             2
         """
         call = "llm.generate_batch"
+        self.decoder.check_answers(call)
         checked = self.decoder.check_activations(call, activations, self.decoder.usual)
         _check_settings(call, self.generate_batch, max_tokens, unknown)
         if isinstance(prompts, str):
@@ -287,6 +289,7 @@ class Model:
         cache: Cache | None,
     ) -> Generation:
         """Check all settings and encode the prompt. Nothing is decoded yet."""
+        self.decoder.check_answers(CALL)
         checked = self.decoder.check_activations(CALL, activations, self.decoder.usual)
         _check_settings(CALL, self.generate, max_tokens, unknown)
         grammar = None
@@ -422,11 +425,14 @@ class Model:
             >>> model.logits([5, 6]).shape == (2, model.config.vocabulary)
             True
         """
+        self.decoder.check_answers("llm.logits")
         hidden = self.hidden(tokens, activations, "llm.logits")
         return self.decoder.logits(hidden, activations or self.decoder.exact)
 
     def embed_text(self, text: str, *, activations: Activations | None = None) -> NDArray[np.float32]:
-        """Return a unit vector [hidden] for a text: the mean of its tokens' last hidden states.
+        """Return the vector [hidden] of a text, as the model's files say: the mean of its tokens' last hidden states,
+        or that of the first token or the last, divided by its length unless they say otherwise. A model with a
+        classifier gives its scores.
 
         activations: as in :meth:`logits`.
 
@@ -435,11 +441,32 @@ class Model:
             >>> round(float((vector**2).sum()), 3)
             1.0
         """
-        tokens = self.tokenizer.encode(text, special=False)
+        tokens = self.tokenizer.encode_whole(text)
         return self.pool(self.hidden(tokens, activations, "llm.embed_text"))
 
+    def rank(self, query: str, text: str, *, activations: Activations | None = None) -> float:
+        """Return how well a text answers a query, from 0 to 1, by a model with a classifier of one score.
+
+        activations: as in :meth:`logits`. Raises ModelError for other models: compare vectors of :meth:`embed_text`.
+        """
+        self.check_ranks("llm.rank")
+        tokens = self.tokenizer.encode_pair(query, text)
+        return self.relevance(self.pool(self.hidden(tokens, activations, "llm.rank")))
+
+    def check_ranks(self, call: str) -> None:
+        """Raise ModelError unless the model scores pairs of texts."""
+        encoder = self.config.encoder
+        if encoder is None or encoder.classifier is None or encoder.classifier.output.rows != 1:
+            fix = "Compare vectors of embed_text instead."
+            raise ModelError(failure(call, f"{self.config.name} has no classifier with one score", fix))
+
+    @staticmethod
+    def relevance(scores: NDArray[np.float32]) -> float:
+        """The score of :meth:`pool` as a probability."""
+        return float(1 / (1 + np.exp(-np.float64(scores[0]))))
+
     def pool(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Make the vector [hidden] of :meth:`embed_text` from hidden states.
+        """Make the vector [hidden] of :meth:`embed_text` from hidden states, or the scores of a classifier.
 
         hidden: the last hidden states [tokens, hidden] of a text, from :meth:`hidden`.
 
@@ -447,9 +474,11 @@ class Model:
             >>> model.pool(model.hidden([5, 6])).shape == (model.config.hidden,)
             True
         """
-        rms = np.sqrt(np.mean(hidden.astype(np.float64) ** 2, axis=1, keepdims=True) + self.config.norm_epsilon)
-        mean = (hidden / rms).mean(axis=0) * self.decoder.last_norm
-        return (mean / np.linalg.norm(mean)).astype(np.float32)
+        return self._pooler(hidden)
+
+    @cached_property
+    def _pooler(self) -> Pooler:
+        return Pooler(self.decoder.tensors)
 
     def hidden(
         self, tokens: Sequence[int], activations: Activations | None = None, call: str = "llm.hidden"
@@ -480,7 +509,7 @@ class Model:
             >>> model
             Model('small llama', closed)
         """
-        for name in (*HELD, "template", "_vocabulary", "_control_names"):
+        for name in (*HELD, "template", "_vocabulary", "_control_names", "_pooler"):
             self.__dict__.pop(name, None)
         gc.collect()  # a decoder and its layers refer to each other
 

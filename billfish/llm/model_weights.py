@@ -22,6 +22,7 @@ from billfish.llm.model_files import Source
 from billfish.models.architecture import EMBEDDING, HEAD
 from billfish.models.description import Convolution, Matrix, Model, Stack, Vector, tensors_in
 from billfish.models.rope import FACTOR_TENSORS, LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS, Rope
+from billfish.ops.matmul import dequantize
 
 CALL = "llm.load"
 Tensor = QuantizedTensor | Array
@@ -48,21 +49,24 @@ class ModelTensors:
         self._stored: dict[Matrix | Stack, tuple[int, int]] = {}  # bytes and weights of layers' matrices that were read
         self._joined: tuple[str, Tensor] | None = None  # the last matrix of which a part was wanted
         parts = [*tensors_in((config.blocks, config.per_layer_embedding))]
-        self.tables = [config.embedding]  # whose rows are looked up
-        if config.per_layer_embedding is not None:
-            self.tables.append(config.per_layer_embedding.embedding)
-        self.matrices = [*(part for part in parts if isinstance(part, Matrix) and part not in self.tables), config.head]
+        encoder = config.encoder
+        others = None if config.per_layer_embedding is None else config.per_layer_embedding.embedding
+        positions, types = (None, None) if encoder is None else (encoder.positions, encoder.token_types)
+        self.tables = [config.embedding, *(table for table in (others, positions, types) if table is not None)]
+        self.matrices = [part for part in parts if isinstance(part, Matrix) and part not in self.tables]
+        self.matrices += [config.head] if encoder is None else []
+        self.small = [part for part in tensors_in(encoder and encoder.classifier) if isinstance(part, Matrix)]
         self.stacks = [part for part in parts if isinstance(part, Stack)]
         self.weights: list[Matrix | Stack] = [*self.matrices, *self.stacks]  # what is multiplied with
-        self._all = [*self.tables, *self.weights]
+        self._all = [*self.tables, *self.weights, *self.small]
         for matrix in dict.fromkeys(self._all):
             self._check(f"{matrix.name}.weight", matrix.shape)
         source.check_matrices({f"{matrix.name}.weight" for matrix in self.weights})
-        self._refuse_others(parts)
+        self._refuse_others([*parts, *tensors_in((encoder, config.final_norm))])
 
     def _refuse_others(self, parts: list[Vector | Matrix | Stack | Convolution]) -> None:
         """Raises for a tensor that no part of the model multiplies with: the file is of a model with more parts."""
-        used = {EMBEDDING, HEAD, self.config.final_norm.name, *FACTOR_TENSORS, *self.config.unused}
+        used = {EMBEDDING, HEAD, *FACTOR_TENSORS, *self.config.unused}
         for part in parts:
             used |= {part.name} if isinstance(part, Vector) else {f"{part.name}.weight"}
             if not isinstance(part, Vector) and part.bias != "none":
@@ -114,6 +118,12 @@ class ModelTensors:
         """Of the layers' matrices that were read, scales included. The head, often the embedding, does not count."""
         nbytes, weights = (sum(counts) for counts in zip(*self._stored.values(), strict=True))
         return 8 * nbytes / weights
+
+    def numbers(self, matrix: Matrix) -> tuple[Floats, Floats | None]:
+        """A small matrix in float32, and its bias if it has one."""
+        tensor = self._matrix(matrix)
+        plain = dequantize(tensor) if isinstance(tensor, QuantizedTensor) else np.array(tensor, np.float32, order="C")
+        return plain, self.bias(matrix)
 
     def table(self, table: Matrix) -> Tensor:
         """A matrix with a row for each token."""

@@ -30,6 +30,7 @@ from billfish.models.description import (
     Mixer,
     Mixture,
     Model,
+    Pooling,
     Router,
     Stack,
     Vector,
@@ -117,6 +118,8 @@ WINDOW = {"sliding_window": "attention.sliding_window"}
 CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # names of one setting
 SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers in config.json
+POOLINGS: dict[int, Pooling] = {0: "mean", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # GGUF's numbers; 0 is none
+NORMALIZED_VECTORS = "billfish.normalize_embeddings"  # ours: GGUF has no field for it
 GATING = {"softmax": (1, 3), "sigmoid": (2,)}  # llama.cpp's numbers; 3 is a softmax behind the choice of experts
 
 
@@ -144,6 +147,7 @@ class Architecture:
     modules: ClassVar[dict[str, str]] = LAYER  # of a layer, by GGUF's names
     parameters: ClassVar[dict[str, str]] = {}  # tensors of a layer that are no weight or bias of a module, in either
     top: ClassVar[dict[str, str]] = TOP  # modules outside of layers
+    layer_prefix: ClassVar[str] = "model.layers."  # of a layer's names in folders
     reordered: ClassVar[bool] = False  # llama.cpp's converter makes rotary pairs of q and k adjacent
     joined: ClassVar[tuple[tuple[str, ...], ...]] = ()  # modules of GGUF that folders have as one, rows below rows
     reordered_columns: ClassVar[tuple[str, ...]] = ()  # modules whose columns may be in another order in GGUF
@@ -358,6 +362,8 @@ class Architecture:
             embedding_scale=f.positive("embedding_scale", self.embedding_scale(hidden)),
             logit_scale=f.positive("logit_scale", 1.0),
             logit_cap=f.cap("final_logit_softcapping", self.logit_cap),
+            pooling=self.pooling(f),
+            normalized=bool(f.metadata.get(NORMALIZED_VECTORS, True)),
             draft_blocks=f.size("nextn_predict_layers", 0),
         )
 
@@ -367,6 +373,12 @@ class Architecture:
 
     def embedding_scale(self, hidden: int) -> float:
         return 1.0
+
+    def pooling(self, f: Fields) -> Pooling:
+        """What makes a vector of a text's hidden states."""
+        number = f.get("pooling_type", 1)
+        refuse(number not in POOLINGS, "pooling_type", repr(number), "1 to 4 (mean, cls, last, rank)")
+        return POOLINGS[number]
 
     def ropes(self, f: Fields) -> tuple[Rope, ...]:
         """The rotary tables that layers choose from."""
@@ -418,6 +430,7 @@ class Architecture:
         joined: bool = False,
         temperature: tuple[float, int] | None = None,
         gated: bool = False,
+        bidirectional: bool = False,
     ) -> Attention:
         """The attention of layer i.
 
@@ -461,6 +474,7 @@ class Architecture:
             sinks=Vector(f"{at}attn_sinks.weight", heads) if sinks else None,
             temperature=temperature,
             gated=gated,
+            bidirectional=bidirectional,
         )
 
     def window(self, f: Fields, i: int, *, required: bool = True) -> int:

@@ -12,7 +12,9 @@ from typing import Any, Literal
 from billfish.models.rope import Rope
 
 Bias = Literal["required", "allowed", "none"]
-Activation = Literal["silu", "gelu", "clamped_silu"]  # of a gated feed-forward part, as core/mixture.py has them
+# Of a feed-forward part: those of core/mixture.py, and GELU by its own formula instead of that with tanh.
+Activation = Literal["silu", "gelu", "clamped_silu", "gelu_erf"]
+Pooling = Literal["mean", "cls", "last", "rank"]  # what makes one vector of a text's hidden states, or scores
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,15 @@ class Vector:
     size: int
     factor: float = 1.0
     stored: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerNorm(Vector):
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias. The vector is the weight; where a Vector alone stands for
+    a norm, that is RMSNorm. of_residual: what it gives is the residual stream, too, as behind the parts of BERT."""
+
+    bias: Vector | None = None
+    of_residual: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,7 @@ class Attention:
     temperature: tuple[float, int] | None = None  # (a, n): scores at position p are multiplied by 1 + a ln(1 + p // n)
     gated: bool = False  # q has rows of a gate behind those of each head; the output is multiplied with its sigmoid
     shares: int | None = None  # an earlier layer
+    bidirectional: bool = False  # tokens see those behind them, too: with a window, up to window / 2 away on either side
 
 
 @dataclass(frozen=True)
@@ -179,11 +191,11 @@ Mixer = Attention | GatedDeltaNet | ShortConvolution | Mamba2
 
 @dataclass(frozen=True)
 class Dense:
-    """down(activation(gate x) * up x)."""
+    """down(activation(gate x) * up x); without `up`, down(activation(gate x))."""
 
     size: int
     gate: Matrix
-    up: Matrix
+    up: Matrix | None
     down: Matrix
     activation: Activation = "silu"
 
@@ -265,6 +277,29 @@ class PerLayerEmbedding:
 
 
 @dataclass(frozen=True)
+class Classifier:
+    """Scores of a text [rows of output]: output(norm(activation(dense x))), where x is the hidden state that `pooling`
+    chooses. Without dense, activation and norm are none."""
+
+    output: Matrix
+    dense: Matrix | None = None
+    activation: Literal["tanh", "gelu_erf"] = "tanh"
+    norm: LayerNorm | None = None
+    pooling: Pooling = "cls"
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What a model has that reads a text at once, from both sides. It makes vectors, not answers, and its head is not
+    used. The first norm is that of embeddings: their sum with a row of `positions` for each token, and of `token_types`,
+    the second of which is for the second text of a pair."""
+
+    positions: Matrix | None = None
+    token_types: Matrix | None = None
+    classifier: Classifier | None = None
+
+
+@dataclass(frozen=True)
 class Block:
     """x += scale post_norm(mixer(norm(x))), then the same with the feed-forward part. A norm that is None is left out.
     Last, x is multiplied with the number `output_scale`."""
@@ -282,7 +317,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder-only language model."""
+    """A language model: a decoder, or an encoder."""
 
     name: str
     architecture: str
@@ -299,6 +334,9 @@ class Model:
     logit_scale: float = 1.0  # logits are divided by it
     logit_cap: float = 0.0  # c, where logits become c tanh(s / c); 0: none
     per_layer_embedding: PerLayerEmbedding | None = None
+    encoder: Encoder | None = None
+    pooling: Pooling = "mean"  # of vectors of texts
+    normalized: bool = True  # these vectors have length 1
     draft_blocks: int = 0  # behind the others in a file: they predict a second token, and are not in `blocks`
     unused: tuple[str, ...] = ()  # tensors that a file may have, and that nothing is computed with
 
@@ -320,6 +358,8 @@ def tensors_in(part: Any) -> Iterator[Vector | Matrix | Stack | Convolution]:
     """All tensors of a part of a description, in the order of its fields."""
     if isinstance(part, (Vector, Matrix, Stack, Convolution)):
         yield part
+        if isinstance(part, LayerNorm) and part.bias is not None:
+            yield part.bias
     elif isinstance(part, tuple):
         for each in part:
             yield from tensors_in(each)

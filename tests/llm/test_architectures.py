@@ -51,7 +51,7 @@ def close(actual: np.ndarray, expected: np.ndarray, relative: float = 2e-5) -> b
 
 
 def test_every_architecture_is_here():
-    tested = {architecture for architecture, _, _ in MODELS.values()} | {"qwen2", "gemma"}  # test_folders.py
+    tested = {architecture for architecture, _, _ in MODELS.values()} | {"qwen2", "gemma", "bert", "modern-bert"}  # test_folders.py, test_encoders.py
     assert tested == set(ARCHITECTURES)
 
 

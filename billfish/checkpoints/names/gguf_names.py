@@ -20,6 +20,7 @@ from billfish.checkpoints.derived import Below, Computed, Renamed, Widened
 from billfish.checkpoints.entry import Entry
 from billfish.checkpoints.layouts.gguf import Metadata
 from billfish.checkpoints.names.expert_stacks import by_stacks
+from billfish.checkpoints.names.sentence_modules import RANK, sentence_fields, sentence_settings
 from billfish.checkpoints.safetensors_files import CALL
 from billfish.core.errors import CheckpointError, failure
 from billfish.models import ARCHITECTURES, Architecture, of_config, of_gguf
@@ -103,11 +104,15 @@ def by_gguf_names(checkpoint: Checkpoint) -> Checkpoint:
             origins.append(stacked.origins.get(name, name))
     if architecture.unpublished_head and HEAD in entries and config.get("tie_word_embeddings", True):
         del origins[list(entries).index(HEAD)], entries[HEAD]
-    rope_size = fields[f"{architecture.gguf}.rope.dimension_count"]
-    assert isinstance(rope_size, int)
-    for name, factors in architecture.rule(config).factor_tensors(rope_size).items():
-        entries[name] = Computed(name, "plain", factors)
-        origins.append(name)
+    rope_size = fields.get(f"{architecture.gguf}.rope.dimension_count")
+    if isinstance(rope_size, int):  # else positions do not rotate
+        for name, factors in architecture.rule(config).factor_tensors(rope_size).items():
+            entries[name] = Computed(name, "plain", factors)
+            origins.append(name)
+    fields |= sentence_fields(checkpoint.folder, checkpoint.config, architecture.gguf)
+    if "cls.output.weight" in entries:
+        fields[f"{architecture.gguf}.pooling_type"] = RANK
+        fields[f"{architecture.gguf}.classifier.labels"] = entries["cls.output.weight"].description.shape[0]
     view = checkpoint.view(entries, origins)
     view.metadata = fields
     return view
@@ -153,7 +158,8 @@ def model_config(checkpoint: Checkpoint) -> dict[str, Any]:
     assert architecture is not None
     factors = {name: np.asarray(checkpoint[name]) for name in FACTOR_TENSORS if name in checkpoint}
     vocabulary = checkpoint.describe(EMBEDDING).shape[0]
-    return architecture.config(Fields(checkpoint.metadata, architecture.gguf), vocabulary, checkpoint, factors)
+    config = architecture.config(Fields(checkpoint.metadata, architecture.gguf), vocabulary, checkpoint, factors)
+    return config | sentence_settings(checkpoint.metadata, architecture.gguf)
 
 
 def model_name(name: str, architecture: str = "") -> str | None:
@@ -229,7 +235,8 @@ def _gguf_modules(architecture: str) -> dict[str, str]:
 def _top(architecture: str) -> dict[str, str]:
     """The modules outside of layers, by llama.cpp's names."""
     tables = [each.top for each in Architecture.known if architecture in ("", each.gguf)]
-    return {ours: theirs for table in (*reversed(tables), TOP) for ours, theirs in table.items()}
+    last = () if architecture else (TOP,)
+    return {ours: theirs for table in (*reversed(tables), *last) for ours, theirs in table.items()}
 
 
 def _one_spelling(module: str) -> str:
@@ -302,6 +309,8 @@ def _text_only(checkpoint: Checkpoint, prefixes: Mapping[str, str]) -> Checkpoin
 def _folder_name(name: str, architecture: Architecture, fields: Mapping[str, Any]) -> str | None:
     """The name in transformers of a tensor of GGUF, that of a block for drafts as folders have it."""
     new, own = model_name(name, architecture.gguf), Fields(fields, architecture.gguf)
+    if new is not None and new.startswith("model.layers."):
+        new = architecture.layer_prefix + new.removeprefix("model.layers.")
     if new is None or not own.get("nextn_predict_layers"):
         return new
     for theirs, ours in architecture.prefixes(architecture.layers(own)).items():

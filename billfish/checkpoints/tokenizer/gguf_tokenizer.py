@@ -29,7 +29,17 @@ NONE = ("none", "no_vocab")  # llama.cpp's words for no tokenizer
 # Tokens that end an answer: of a text, a turn, a message, or of what was filled into a text.
 END_FIELDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # What a token is for: our word, and GGUF's.
-ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "eot": "eot", "eom": "eom"}
+ROLES = {
+    "bos": "bos",
+    "eos": "eos",
+    "unk": "unknown",
+    "pad": "padding",
+    "eot": "eot",
+    "eom": "eom",
+    "sep": "seperator",  # as GGUF spells it
+    "mask": "mask",
+}
+BERT_ROLES = {"bos": "[CLS]", "eos": "[SEP]", "sep": "[SEP]", "unk": "[UNK]", "pad": "[PAD]"}  # where nothing is said
 
 
 def problem_of(metadata: Mapping[str, Any]) -> str:
@@ -44,9 +54,9 @@ def check_fields(metadata: Mapping[str, Any]) -> tuple[str, str]:
     model, pre = metadata.get("tokenizer.ggml.model"), str(metadata.get("tokenizer.ggml.pre", "default"))
     if problem := problem_of(metadata):
         raise ModelError(failure(CALL, problem))
-    if model not in ("llama", "gemma4") and (model != "gpt2" or pre not in CUTS):
+    if model not in ("llama", "gemma4", "bert") and (model != "gpt2" or pre not in CUTS):
         found = f"{model!r} with the pre-tokenizer {pre!r}"
-        expected = f"'llama', 'gemma4', or 'gpt2' with one of the pre-tokenizers {', '.join(CUTS)}"
+        expected = f"'llama', 'gemma4', 'bert', or 'gpt2' with one of the pre-tokenizers {', '.join(CUTS)}"
         raise ModelError(bad_argument(CALL, "tokenizer.ggml.model", found, expected))
     return str(model), pre
 
@@ -57,6 +67,7 @@ def read_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
     pieces, kinds = _pieces(metadata)
     roles, extras = _roles(metadata, len(pieces)), read_extras(metadata, len(pieces))
     with_bos = model != "gpt2" or CUTS[pre].starts_with_bos
+    closing, between = _frame(metadata, model, roles)
     if model != "gemma4":  # whose published files say that there is none, which is wrong
         with_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", with_bos))
     with_bos = with_bos and "bos" in roles
@@ -65,6 +76,8 @@ def read_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
         if model == "gpt2":
             encoder = _byte_level(vocabulary, metadata["tokenizer.ggml.merges"], CUTS[pre], extras)
             encoder.pre_tokenizer = pre_tokenizer(pre)
+        elif model == "bert":
+            encoder = _wordpiece(pieces, kinds)
         else:
             spaced = bool(metadata.get("tokenizer.ggml.add_space_prefix", model == "llama"))
             scores = metadata["tokenizer.ggml.scores"] if model == "llama" else ()
@@ -72,11 +85,47 @@ def read_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
             encoder = _sentencepiece(vocabulary, pieces[0], pairs, spaced)
         encoder.add_tokens(_added(metadata, pieces, kinds, extras))
         if with_bos:
-            _start_with(encoder, pieces[roles["bos"]], roles["bos"])
+            _frame_texts(encoder, pieces, roles["bos"], between, closing)
     named, template = _named_ends(metadata, len(pieces)), metadata.get("tokenizer.chat_template")
     ends = end_tokens(pieces, kinds, named, template) if extras.ends is None else frozenset(extras.ends)
     byte_level = model == "gpt2"
-    return Tokenizer(encoder, pieces, kinds, roles, byte_level=byte_level, starts_with_bos=with_bos, ends=ends)
+    return Tokenizer(
+        encoder,
+        pieces,
+        kinds,
+        roles,
+        byte_level=byte_level,
+        starts_with_bos=with_bos,
+        ends=ends,
+        closing=closing,
+        between=between,
+    )
+
+
+def _frame(metadata: Mapping[str, Any], model: str, roles: dict[str, int]) -> tuple[list[int], list[int]]:
+    """What follows a text that is embedded, and what is between two."""
+    role = next((role for role in ("sep", "eos") if role in roles), None)
+    bert = model == "bert"
+    end = [] if role is None else [roles[role]]
+    closes = metadata.get("tokenizer.ggml.add_eos_token", bert)
+    parts = bert or metadata.get("tokenizer.ggml.add_sep_token", False)
+    last = [roles["eos"]] if closes and "eos" in roles else end if closes else []
+    return last, end if parts else []
+
+
+def _wordpiece(pieces: list[str], kinds: list[int]) -> Any:
+    """Lower-case words, as llama.cpp takes for granted: GGUF has no field for it."""
+    tokenizers = require("tokenizers", "llm")
+    plain = [
+        piece.removeprefix("▁") if piece.startswith("▁") else piece if kind == CONTROL else f"##{piece}"
+        for piece, kind in zip(pieces, kinds, strict=True)
+    ]
+    known = {piece: i for i, piece in enumerate(plain)}
+    encoder = tokenizers.Tokenizer(tokenizers.models.WordPiece(known, unk_token="[UNK]", max_input_chars_per_word=100))
+    encoder.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
+    encoder.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    encoder.decoder = tokenizers.decoders.WordPiece(prefix="##")
+    return encoder
 
 
 def without_tokenizer(metadata: Mapping[str, Any], vocabulary: int) -> NoTokenizer:
@@ -115,7 +164,11 @@ def _vocabulary(pieces: list[str], kinds: list[int]) -> dict[str, int]:
 
 def _roles(metadata: Mapping[str, Any], size: int) -> dict[str, int]:
     named = {role: name for role, name in ROLES.items() if f"tokenizer.ggml.{name}_token_id" in metadata}
-    return {role: _token(metadata, name, size) for role, name in named.items()}
+    roles = {role: _token(metadata, name, size) for role, name in named.items()}
+    if metadata.get("tokenizer.ggml.model") == "bert":
+        pieces = metadata["tokenizer.ggml.tokens"]
+        roles = {role: pieces.index(piece) for role, piece in BERT_ROLES.items() if piece in pieces} | roles
+    return roles
 
 
 def _token(metadata: Mapping[str, Any], name: str, size: int) -> int:
@@ -211,9 +264,12 @@ def _lengths_inside(vocabulary: dict[str, int]) -> dict[int, array[int]]:
     return lengths
 
 
-def _start_with(encoder: Any, piece: str, token: int) -> None:
-    """What others than us, who encode with `add_special_tokens`, find before a text."""
-    processors = require("tokenizers", "llm").processors
-    encoder.post_processor = processors.TemplateProcessing(
-        single=f"{piece} $A", pair=f"{piece} $A {piece} $B", special_tokens=[(piece, token)]
+def _frame_texts(encoder: Any, pieces: list[str], bos: int, between: list[int], closing: list[int]) -> None:
+    """What others than us, who encode with `add_special_tokens`, find around a text, and around two."""
+    first, separators, last = pieces[bos], [pieces[i] for i in between], [pieces[i] for i in closing]
+    again = separators or [first]  # a decoder's texts begin each as one does alone
+    encoder.post_processor = require("tokenizers", "llm").processors.TemplateProcessing(
+        single=" ".join([first, "$A", *last]),
+        pair=" ".join([first, "$A", *again, "$B:1" if separators else "$B", *(f"{name}:1" for name in last)]),
+        special_tokens=[(pieces[i], i) for i in dict.fromkeys([bos, *between, *closing])],
     )

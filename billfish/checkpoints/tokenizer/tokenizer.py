@@ -1,8 +1,9 @@
 """Text to token ids and back, with the vocabulary of a GGUF file or of a folder's tokenizer.json.
 
-Two kinds are in use. Byte-level ("gpt2" in GGUF): text is cut by a regular expression, its bytes become printable
+Three kinds are in use. Byte-level ("gpt2" in GGUF): text is cut by a regular expression, its bytes become printable
 characters, and merges of neighbours are applied by rank. SentencePiece ("llama"): spaces become "▁", merges are those
-that make known pieces, best score first, and what no piece covers is spelled in bytes.
+that make known pieces, best score first, and what no piece covers is spelled in bytes. WordPiece ("bert"): lower-case
+words are cut into the longest known pieces; "▁" begins those that begin a word, as in GGUF.
 """
 
 from __future__ import annotations
@@ -60,13 +61,17 @@ class Tokenizer:
         byte_level: bool,
         starts_with_bos: bool,
         ends: Iterable[int] = (),
+        closing: Sequence[int] = (),
+        between: Sequence[int] = (),
     ) -> None:
-        """encoder: a Tokenizer of the library `tokenizers`. ends: from :mod:`billfish.checkpoints.tokenizer.ends`."""
+        """encoder: a Tokenizer of the library `tokenizers`. ends: from :mod:`billfish.checkpoints.tokenizer.ends`. closing: what follows a text that is
+        embedded. between: what is between the texts of a pair."""
         self.encoder, self.pieces, self.kinds, self.roles = encoder, pieces, kinds, dict(roles)
         self.byte_level = byte_level
         self.bos = roles.get("bos")
         self.starts_with_bos = starts_with_bos and self.bos is not None
         self.ends = frozenset(ends)
+        self._closing, self._between = list(closing), list(between)
         self._bytes = byte_characters() if byte_level else {}
         self._turn = threading.Lock()  # the encoder has one setting for all threads
 
@@ -86,6 +91,20 @@ class Tokenizer:
         if start and self.starts_with_bos and self.bos is not None and ids[:1] != [self.bos]:
             ids = [self.bos, *ids]
         return ids
+
+    @property
+    def separator(self) -> int:
+        """The token between the texts of a pair; -1: there is none."""
+        return self._between[0] if self._between else -1
+
+    def encode_whole(self, text: str) -> list[int]:
+        """Token ids of a text that is embedded, from its first token to its last. Control tokens are no part of it."""
+        return self.encode(text, special=False) + self._closing
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts that are read together."""
+        behind = self.encode(second, special=False, start=False)
+        return self.encode(first, special=False) + self._between + behind + self._closing
 
     def _without_marks(self, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[int]:
         """The tokens of a text without those of its marks. offsets: the characters of each token."""

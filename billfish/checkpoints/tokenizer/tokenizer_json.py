@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from billfish.checkpoints.tokenizer.ends import end_tokens
 from billfish.checkpoints.tokenizer.tokenizer import (
@@ -50,7 +50,8 @@ def read_folder(folder: Path, vocabulary: int) -> Tokenizer:
     if problem := problem_of(folder):
         raise ModelError(failure(CALL, problem, MAKE_ONE))
     encoder = _encoder(folder / "tokenizer.json")
-    byte_level = _is_byte_level(encoder, folder)
+    kind = _kind(encoder, folder)
+    byte_level = kind == "byte level"
     known: dict[str, int] = encoder.get_vocab(with_added_tokens=True)
     size = max([vocabulary, *(token + 1 for token in known.values())])
     if size > max(vocabulary, len(known)) + MAX_GAP:
@@ -62,17 +63,55 @@ def read_folder(folder: Path, vocabulary: int) -> Tokenizer:
         pieces[token], kinds[token] = piece, BYTE if spelled else NORMAL
     for token, added in encoder.get_added_tokens_decoder().items():
         kinds[token] = CONTROL if added.special else USER_DEFINED
-        if not added.special and not byte_level:
+        if not added.special and kind == "sentencepiece":
             pieces[token] = pieces[token].replace("▁", " ")  # GGUF has the text that such a token stands for
+    if kind == "wordpiece":
+        pieces = [marked(piece) if use == NORMAL else piece for piece, use in zip(pieces, kinds, strict=True)]
     about = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
     roles = _roles(about, _config(folder), known, size)
     named = [*_named_ends(folder, size), *(token for role, token in roles.items() if role == "eos")]
     ends = end_tokens(pieces, kinds, named, chat_template(folder))
+    opening, between, closing = _frame(encoder, folder)
+    if len(opening) == 1 and closing:  # an encoder's: [CLS] text [SEP]
+        roles["bos"], roles["sep"] = opening[0], (between or closing)[-1]
+        roles.setdefault("eos", closing[-1])
     starts = about.get("add_bos_token")
-    if not isinstance(starts, bool):
-        with library_errors(f"{folder / 'tokenizer.json'} cannot encode text"):
-            starts = encoder.encode("", add_special_tokens=True).ids[:1] == [roles.get("bos")]
-    return Tokenizer(encoder, pieces, kinds, roles, byte_level=byte_level, starts_with_bos=starts, ends=ends)
+    if not isinstance(starts, bool) or closing:
+        starts = opening[:1] == [roles.get("bos")]
+    return Tokenizer(
+        encoder,
+        pieces,
+        kinds,
+        roles,
+        byte_level=byte_level,
+        starts_with_bos=starts,
+        ends=ends,
+        closing=closing,
+        between=between,
+    )
+
+
+def _frame(encoder: Any, folder: Path) -> tuple[list[int], list[int], list[int]]:
+    """The tokens before a text, between two, and behind the last."""
+    with library_errors(f"{folder / 'tokenizer.json'} cannot encode text"):
+        empty: list[int] = encoder.encode("", add_special_tokens=True).ids
+        if not empty:
+            return [], [], []
+        text = next((each for each in ("a", "A", "the", "0") if encoder.encode(each, add_special_tokens=False).ids), "")
+        plain: list[int] = encoder.encode(text, add_special_tokens=False).ids
+        framed: list[int] = encoder.encode(text, add_special_tokens=True).ids
+        pair: list[int] = encoder.encode(text, text, add_special_tokens=True).ids
+    if not plain:
+        return empty, [], []
+    count = len(plain)
+    at = next((i for i in range(len(framed)) if framed[i : i + count] == plain), 0)
+    second = next((i for i in range(len(pair) - count, at + count - 1, -1) if pair[i : i + count] == plain), at + count)
+    return framed[:at], pair[at + count : second], framed[at + count :]
+
+
+def marked(piece: str) -> str:
+    """A piece of WordPiece as GGUF has it: "▁" before those that begin a word, and no "##" before the others."""
+    return piece[2:] if piece.startswith("##") else f"▁{piece}"
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
@@ -98,16 +137,18 @@ def _encoder(path: Path) -> Any:
     return encoder
 
 
-def _is_byte_level(encoder: Any, folder: Path) -> bool:
-    """Whether pieces are bytes in disguise, or SentencePiece's, as the way back to text tells."""
+def _kind(encoder: Any, folder: Path) -> Literal["byte level", "sentencepiece", "wordpiece"]:
+    """Whether pieces are bytes in disguise, SentencePiece's or WordPiece's, as the way back to text tells."""
     state = {} if encoder.decoder is None else json.loads(encoder.decoder.__getstate__())
     kinds = [str(part.get("type", "none")) for part in state.get("decoders", [state])]
     if "ByteLevel" in kinds:
-        return True
+        return "byte level"
+    if "WordPiece" in kinds:
+        return "wordpiece"
     if "ByteFallback" not in kinds and "Metaspace" not in kinds:
-        expected = "ByteLevel, or ByteFallback and Metaspace, as in SentencePiece"
+        expected = "ByteLevel, WordPiece, or ByteFallback and Metaspace, as in SentencePiece"
         raise ModelError(bad_argument(CALL, f"decoder of {folder / 'tokenizer.json'}", ", ".join(kinds), expected))
-    return False
+    return "sentencepiece"
 
 
 def _roles(about: Mapping[str, Any], config: Mapping[str, Any], known: Mapping[str, int], size: int) -> dict[str, int]:

@@ -43,6 +43,7 @@ from billfish.checkpoints.names.gguf_names import (
     is_of_images,
     model_config,
 )
+from billfish.checkpoints.names.sentence_modules import MODULES, sentence_fields, sentence_settings
 from billfish.checkpoints.reports import ConversionReport, Done, Remark, Written
 from billfish.checkpoints.safetensors_files import TYPES
 from billfish.checkpoints.tokenizer.gguf_tokenizer import problem_of
@@ -84,7 +85,7 @@ ARRANGED: dict[ExpertNames, Callable[[Checkpoint], Checkpoint]] = {
 }
 # Files of a model's folder that are no weights: they are copied.
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "README*", "NOTICE*")
-REPLACED = ("config.json", "quantize_config.json", "hf_quant_config.json", "quant_config.json")
+REPLACED = (MODULES, "config.json", "quantize_config.json", "hf_quant_config.json", "quant_config.json")
 # What the configuration and GGUF's fields of a tokenizer are made of.
 CONFIGURATION = ("config.json", "quantize_config.json", "hf_quant_config.json")
 TOKENIZER = (
@@ -262,7 +263,14 @@ def _config(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, Any]:
         return checkpoint.config
     foreign = _foreign(CONFIGURATION, checkpoint.folder)
     notes += [Remark(name, f"left out: {LINK}") for name in foreign]
-    return {} if foreign else checkpoint.config
+    if foreign or not (checkpoint.folder / MODULES).is_file():
+        return {} if foreign else checkpoint.config
+    try:
+        fields = sentence_fields(checkpoint.folder, checkpoint.config, "")
+    except CheckpointError as error:
+        notes.append(Remark(MODULES, f"left out: {error}"))
+        return checkpoint.config
+    return {**checkpoint.config, **sentence_settings(fields, "")}
 
 
 def _tokenizer(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]:

@@ -56,10 +56,14 @@ def tokenizer_fields(folder: Path, vocabulary: int, architecture: str = "") -> d
         problem = f"tokenizer.json has {len(tokenizer.pieces)} tokens, and the embedding has {vocabulary} rows"
         raise ModelError(failure(CALL, problem))
     about = json.loads(tokenizer.encoder.to_str())
-    if about["model"].get("type") != "BPE":
-        raise ModelError(bad_argument(CALL, "model type of tokenizer.json", about["model"].get("type"), "BPE"))
+    kind = about["model"].get("type")
+    if kind not in ("BPE", "WordPiece"):
+        raise ModelError(bad_argument(CALL, "model type of tokenizer.json", kind, "BPE or WordPiece"))
     own = {"tokens": list(tokenizer.pieces), "token_type": list(tokenizer.kinds)}
-    if tokenizer.byte_level:
+    if kind == "WordPiece":
+        _check_wordpiece(about)
+        own |= {"model": "bert"}
+    elif tokenizer.byte_level:
         own |= _byte_level(tokenizer, about, architecture)
     else:
         own |= (_merged if architecture == "gemma4" else _sentencepiece)(tokenizer, about)
@@ -68,6 +72,8 @@ def tokenizer_fields(folder: Path, vocabulary: int, architecture: str = "") -> d
     others = sorted(tokenizer.ends.difference(known))
     own |= {f"{role}_token_id": end for role, end in zip(("eot", "eom"), others, strict=False)}
     own["add_bos_token"] = tokenizer.starts_with_bos
+    if tokenizer.separator >= 0:  # an encoder's
+        own |= {"add_eos_token": True, "add_sep_token": True}
     template = chat_template(folder)
     fields = {f"tokenizer.ggml.{name}": value for name, value in own.items()}
     fields |= {} if template is None else {"tokenizer.chat_template": template}
@@ -94,7 +100,7 @@ def _extras(tokenizer: Tokenizer, read_back: Tokenizer) -> Extras:
 
 
 def _ignores_merges(tokenizer: Tokenizer) -> bool:
-    return bool(tokenizer.encoder.model.ignore_merges)
+    return bool(getattr(tokenizer.encoder.model, "ignore_merges", False))
 
 
 def _is_nfc(tokenizer: Tokenizer) -> bool:
@@ -112,6 +118,17 @@ def _byte_level(tokenizer: Tokenizer, about: Mapping[str, Any], architecture: st
     ignores = bool(about["model"].get("ignore_merges"))
     pre = cut_of(tokenizer.encoder.pre_tokenizer, ignore_merges=ignores, architecture=architecture)
     return {"model": "gpt2", "pre": pre, "merges": _joined(about)}
+
+
+def _check_wordpiece(about: Mapping[str, Any]) -> None:
+    """Raises for what GGUF's readers take otherwise: words are lower-case, without accents, cut as BERT does."""
+    [normalizer] = _parts(about, "normalizer") or [{}]
+    usual = normalizer.get("type") == "BertNormalizer" and normalizer.get("lowercase", True)
+    if not usual or normalizer.get("strip_accents") is False:
+        raise _unknown(about, "normalizer", "BertNormalizer with lowercase, because GGUF has no field for others")
+    model = about["model"]
+    if model.get("continuing_subword_prefix", "##") != "##" or _parts(about, "pre_tokenizer") != [{"type": "BertPreTokenizer"}]:
+        raise _unknown(about, "pre_tokenizer", "BertPreTokenizer, and '##' before what goes on")
 
 
 def _joined(about: Mapping[str, Any]) -> list[str]:

@@ -50,6 +50,7 @@ class Named {
   explicit Named(nb::dict fields) : fields_(std::move(fields)) {}
   template <class T> T get(const char* name) const { return nb::cast<T>(fields_[name]); }
   bool has(const char* name) const { return fields_.contains(name) && !fields_[name].is_none(); }
+  bool is_dict(const char* name) const { return nb::isinstance<nb::dict>(fields_[name]); }
   Named part(const char* name) const { return Named(get<nb::dict>(name)); }
 
  private:
@@ -71,7 +72,7 @@ class PythonDecoder {
       input = PerLayerInput{matrix(p, "gate"), matrix(p, "projection"), vector(p, "post_norm"), Gate(p.get<int>("activation"))};
     }
     const float* output_scale = vector(b, "output_scale");
-    decoder_.add_block({mixer(b.part("mixer")), feed_forward(b.part("feed_forward")), vector(b, "mixer_norm"), vector(b, "feed_forward_norm"),
+    decoder_.add_block({mixer(b.part("mixer")), feed_forward(b.part("feed_forward")), norm(b, "mixer_norm"), norm(b, "feed_forward_norm"),
                         vector(b, "mixer_post_norm"), vector(b, "feed_forward_post_norm"), b.get<float>("residual_scale"), input,
                         output_scale ? *output_scale : 1.0f});
   }
@@ -106,7 +107,11 @@ class PythonDecoder {
     }
   }
 
-  void set_head(Numbers norm, const PackedMatrix& matrix) { norm_ = keep(norm), head_ = keep(matrix); }
+  // The last norm, as a part of a block has it, and the head, if the model has one.
+  void set_head(nb::dict last, std::optional<PackedMatrix> matrix) {
+    norm_ = norm(Named(std::move(last)), "norm");
+    if (matrix) head_ = keep(*matrix);
+  }
 
   // layer_inputs [rows, layers, size]: what PerLayerInput multiplies; None for other models.
   void run(Contiguous<float> x, const std::vector<PythonPassage>& rows, int digits, std::optional<Numbers> layer_inputs) const {
@@ -173,9 +178,9 @@ class PythonDecoder {
     const bool joint = a.has("q_norm") && int64_t(a.get<Numbers>("q_norm").shape(0)) != size;
     const float* v_norm = a.get<bool>("v_norm") ? ones_.emplace_back(size_t(size), 1.0f).data() : nullptr;
     const auto [growth, length] = a.has("temperature") ? a.get<std::tuple<float, int64_t>>("temperature") : std::tuple<float, int64_t>(0.0f, 1);
-    return {heads, kv_heads, size, matrix(a, "q"), matrix(a, "output"), k, v, a.has("shares") ? a.get<int64_t>("shares") : decoder_.layers(),
+    return {heads, kv_heads, size, matrix(a, "q"), matrix(a, "output"), k, v, a.has("shares") ? a.get<int64_t>("shares") : a.get<bool>("bidirectional") ? 0 : decoder_.layers(),
             a.get<float>("scale"), a.get<float>("cap"), a.get<int64_t>("window"), a.has("rope") ? a.get<int>("rope") : -1,
-            vector(a, "q_norm"), vector(a, "k_norm"), joint, v_norm, vector(a, "sinks"), a.get<bool>("gated"), growth, length};
+            vector(a, "q_norm"), vector(a, "k_norm"), joint, v_norm, vector(a, "sinks"), a.get<bool>("gated"), growth, length, a.get<bool>("bidirectional")};
   }
 
   Mixer mixer(const Named& part) {
@@ -205,7 +210,11 @@ class PythonDecoder {
                            vector(part, "mixture_norm"), vector(part, "mixture_post_norm")};
   }
 
-  Dense dense(const Named& d) { return {matrix(d, "gate"), matrix(d, "up"), matrix(d, "down"), Gate(d.get<int>("activation"))}; }
+  Dense dense(const Named& d) {
+    std::optional<Matrix> up;
+    if (d.has("up")) up = matrix(d, "up");
+    return {matrix(d, "gate"), up, matrix(d, "down"), Gate(d.get<int>("activation"))};
+  }
 
   Mixture mixture(const Named& m) {
     const Named r = m.part("router");
@@ -221,6 +230,14 @@ class PythonDecoder {
   Matrix matrix(const Named& part, const char* name) { return keep(part.get<PackedMatrix>(name)); }
   ExpertStack stack(const Named& part, const char* name) { return keep(part.get<ExpertArrays>(name)); }
   const float* vector(const Named& part, const char* name) { return part.has(name) ? keep(part.get<Numbers>(name)) : nullptr; }
+
+  // RMSNorm is a weight, LayerNorm a dictionary.
+  Norm norm(const Named& part, const char* name) {
+    if (!part.has(name)) return {};
+    if (!part.is_dict(name)) return {vector(part, name), nullptr, false, false};
+    const Named n = part.part(name);
+    return {vector(n, "weight"), vector(n, "bias"), true, n.get<bool>("of_residual")};
+  }
 
   const float* keep(const Numbers& array) {
     arrays_.push_back(array);
@@ -244,7 +261,7 @@ class PythonDecoder {
   Decoder decoder_;
   Storage embedding_{};
   PerLayerEmbedding per_layer_{};
-  const float* norm_ = nullptr;
+  Norm norm_{};
   Matrix head_{};
   std::vector<Numbers> arrays_;
   std::deque<std::vector<float>> ones_;  // weights of norms that have none
@@ -296,7 +313,7 @@ void bind_decoder(nb::module_& module) {
       .def("add_layer_inputs", &PythonDecoder::add_layer_inputs)
       .def("set_embedding", &PythonDecoder::set_embedding)
       .def("embed", &PythonDecoder::embed)
-      .def("set_head", &PythonDecoder::set_head)
+      .def("set_head", &PythonDecoder::set_head, nb::arg(), nb::arg().none())
       .def("run", &PythonDecoder::run, nb::arg(), nb::arg(), nb::arg(), nb::arg().none())
       .def("run_layers", &PythonDecoder::run_layers, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none())
       .def("normalize", &PythonDecoder::normalize)

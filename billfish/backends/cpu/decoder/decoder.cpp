@@ -16,6 +16,7 @@ struct Place {
   const SequenceState* state;
   int64_t position;
   int64_t offset;  // rows of the same passage before it
+  int64_t end;     // positions of its sequence, with those of the passage
 };
 
 // What attends together: rows of one passage, or for a single row up to four heads that share their keys and values.
@@ -107,6 +108,11 @@ Angles angles_of(const Rope& rope, const std::vector<Place>& places) {
   return angles;
 }
 
+void apply(const DecoderKernels& kernels, const Norm& norm, const DecoderShape& shape, const float* x, float* to) {
+  if (norm.centered) kernels.normalize_centered(x, norm.weight, norm.bias, shape.epsilon, shape.hidden, to);
+  else kernels.normalize(x, norm.weight, shape.epsilon, shape.hidden, to);
+}
+
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 float decay(float rate, float step) { return std::exp(rate * step); }
@@ -159,7 +165,7 @@ class Pass {
   static std::vector<Place> places_of(const std::vector<Passage>& passages) {
     std::vector<Place> places;
     for (const Passage& passage : passages)
-      for (int64_t i = 0; i < passage.count; i++) places.push_back({passage.state, passage.start + i, i});
+      for (int64_t i = 0; i < passage.count; i++) places.push_back({passage.state, passage.start + i, i, passage.start + passage.count});
     return places;
   }
 
@@ -173,14 +179,15 @@ class Pass {
   }
 
   // A row of x through a norm, or as it is where there is none.
-  void normalize(int64_t row, const float* norm, float* to) {
-    const float* x = x_ + row * s_.hidden;
-    if (norm) kernels_.normalize(x, norm, s_.epsilon, s_.hidden, to);
+  void normalize(int64_t row, const Norm& norm, float* to) {
+    float* x = x_ + row * s_.hidden;
+    if (norm.weight) apply(kernels_, norm, s_, x, to);
     else std::copy(x, x + s_.hidden, to);
+    if (norm.of_residual) std::copy(to, to + s_.hidden, x);
   }
 
   // All rows take in what the last part computed; then x is normalized for the next part.
-  void add_and_normalize(const float* norm, const std::vector<const Weights*>& next) {
+  void add_and_normalize(const Norm& norm, const std::vector<const Weights*>& next) {
     if (observe_) seen_.take(m_ * s_.hidden);
     hidden_.fill(next, [&](int64_t row, float* to) {
       take_in(row);
@@ -201,7 +208,7 @@ class Pass {
 
   // ---- attention -----------------------------------------------------------------------------------------------------
 
-  void mix(const Attention& a, const float* norm, int64_t number) {
+  void mix(const Attention& a, const Norm& norm, int64_t number) {
     const int64_t q_size = a.heads * a.head_size, kv_size = a.kv_heads * a.head_size, head = a.head_size;
     float* gated = a.gated ? gate_.take(m_ * 2 * q_size) : nullptr;  // [rows, heads, q and then the gate]
     float *q = q_.take(m_ * q_size), *k = k_.take(m_ * kv_size), *v = v_.take(m_ * kv_size), *out = out_.take(m_ * q_size);
@@ -281,6 +288,7 @@ class Pass {
 
   void attend(const Attention& a, const AttentionPlan& plan, const QueryBlock& block) {
     const auto [row, rows, head, heads, slice] = block;
+    if (a.bidirectional && heads == 1) return attend_both_ways(a, row, rows, head);
     const Place& place = places_[size_t(row)];
     const int64_t q_size = a.heads * a.head_size, at = row * q_size + head * a.head_size, seen = place.position + 1, more = heads > 1 ? 0 : 1;
     const HeadCache cache = place.state->layer(a.state).head(head / (a.heads / a.kv_heads));
@@ -288,6 +296,20 @@ class Pass {
     const Sight sight{seen, more, a.window > 0 ? seen - a.window : -rows, a.cap, a.sinks ? a.sinks + head : nullptr};
     if (slice < 0) kernels_.attend(queries, cache, sight, a.head_size, out_.data() + at);
     else kernels_.see_slice(queries, cache, sight, slice, a.head_size, slice_of(a, plan.sliced_row(row), slice, head));
+  }
+
+  // Of one head. A row sees all rows of its passage, or those up to window / 2 away. Where the last of them is the passage's end, rows go alone:
+  // each sees to the same position, but not from the same.
+  void attend_both_ways(const Attention& a, int64_t row, int64_t rows, int64_t head) {
+    const int64_t q_size = a.heads * a.head_size, reach = a.window / 2;
+    for (int64_t first = row, count; first < row + rows; first += count) {
+      const Place& place = places_[size_t(first)];
+      const int64_t at = first * q_size + head * a.head_size, inside = a.window ? place.end - place.position - reach : 0;
+      count = !a.window ? rows : std::clamp<int64_t>(inside, 1, row + rows - first);
+      const Sight sight = !a.window ? Sight{place.end, 0, -1, a.cap, nullptr}
+                                    : Sight{std::min(place.end, place.position + reach + 1), 1, place.position - reach, a.cap, nullptr};
+      kernels_.attend({q_.data() + at, count, q_size}, place.state->layer(a.state).head(head / (a.heads / a.kv_heads)), sight, a.head_size, out_.data() + at);
+    }
   }
 
   float* slice_of(const Attention& a, const SlicedRow& sliced, int64_t slice, int64_t head) {
@@ -304,7 +326,7 @@ class Pass {
   // ---- recurrent mixers ----------------------------------------------------------------------------------------------
 
   // The products that a mixer begins with.
-  void project(const float* norm, int64_t number, const std::vector<LinearInto>& products) {
+  void project(const Norm& norm, int64_t number, const std::vector<LinearInto>& products) {
     std::vector<const Weights*> next;
     for (const LinearInto& product : products) next.push_back(&product.weights);
     add_and_normalize(norm, next);
@@ -473,7 +495,7 @@ class Pass {
     if (part.last) keep(passages_[size_t(part.passage)].state->recurrent(number));
   }
 
-  void mix(const GatedDeltaNet& d, const float* norm, int64_t number) {
+  void mix(const GatedDeltaNet& d, const Norm& norm, int64_t number) {
     const int64_t channels = d.convolution.channels, heads = d.value_heads, width = heads * d.value_size, keys = d.key_heads * d.key_size;
     float *qkv = q_.take(m_ * channels), *z = gate_.take(m_ * width), *beta = k_.take(m_ * heads), *alpha = v_.take(m_ * heads);
     project(norm, number, {{d.qkv.weights, d.qkv.bias, qkv}, {d.z.weights, d.z.bias, z}, {d.beta.weights, d.beta.bias, beta}, {d.alpha.weights, d.alpha.bias, alpha}});
@@ -528,7 +550,7 @@ class Pass {
     });
   }
 
-  void mix(const ShortConvolution& s, const float* norm, int64_t number) {
+  void mix(const ShortConvolution& s, const Norm& norm, int64_t number) {
     const int64_t size = s.convolution.channels;
     float *bcx = q_.take(m_ * 3 * size), *bx = k_.take(m_ * size), *out = out_.take(m_ * size);
     project(norm, number, {{s.projection.weights, s.projection.bias, bcx}});
@@ -547,7 +569,7 @@ class Pass {
     });
   }
 
-  void mix(const Mamba2& m, const float* norm, int64_t number) {
+  void mix(const Mamba2& m, const Norm& norm, int64_t number) {
     // The projection's rows are z, then x, b and c, which the convolution takes together, then the steps.
     const int64_t size = m.size(), channels = m.convolution.channels, all = size + channels + m.heads, bs = m.groups * m.state_size;
     float *zxs = q_.take(m_ * all), *mixed = up_.take(m_ * channels), *step = k_.take(m_ * m.heads), *kept = v_.take(m_ * m.heads), *out = out_.take(m_ * size);
@@ -576,12 +598,17 @@ class Pass {
 
   // ---- feed-forward --------------------------------------------------------------------------------------------------
 
-  void feed_forward(const Dense& dense, const float* norm, int64_t number) {
-    float *gate = gate_.take(m_ * dense.size()), *up = up_.take(m_ * dense.size());
-    add_and_normalize(norm, {&dense.gate.weights, &dense.up.weights});
+  void feed_forward(const Dense& dense, const Norm& norm, int64_t number) {
+    std::vector<LinearInto> products{{dense.gate.weights, dense.gate.bias, gate_.take(m_ * dense.size())}};
+    std::vector<const Weights*> next{&dense.gate.weights};
+    if (dense.up) {
+      next.push_back(&dense.up->weights);
+      products.push_back({dense.up->weights, dense.up->bias, up_.take(m_ * dense.size())});
+    }
+    add_and_normalize(norm, next);
     tell(number, INPUT_GATE_UP, seen_.data(), s_.hidden);
     watch_.lap(NORM);
-    hidden_.multiply({{dense.gate.weights, dense.gate.bias, gate}, {dense.up.weights, dense.up.bias, up}});
+    hidden_.multiply(products);
     watch_.lap(GATE_UP);
     open_and_close(dense, number, added_.data());
   }
@@ -591,8 +618,9 @@ class Pass {
     const int64_t size = dense.size();
     opened_.begin_for(level_, m_, size, digits_);
     if (observe_) seen_.take(m_ * size);
+    if (!dense.up) std::fill_n(up_.take(size), size, 1.0f);
     opened_.fill({&dense.down.weights}, [&](int64_t row, float* to) {
-      level_.open_gate(gate_.data() + row * size, up_.data() + row * size, dense.activation, size, to);
+      level_.open_gate(gate_.data() + row * size, up_.data() + (dense.up ? row * size : 0), dense.activation, size, to);
       note(row, to, size);
     });
     tell(number, INPUT_DOWN, seen_.data(), size);
@@ -601,15 +629,15 @@ class Pass {
     watch_.lap(DOWN);
   }
 
-  void mixture(const Mixture& mixture, const float* norm, int64_t number) {
+  void mixture(const Mixture& mixture, const Norm& norm, int64_t number) {
     float *normal = normal_.take(m_ * s_.hidden), *logits = logits_.take(m_ * mixture.gate.experts);
     std::vector<const Weights*> next{&mixture.router.weights};
     std::vector<LinearInto> products{{mixture.router.weights, mixture.router.bias, logits}};
     if (mixture.shared) {
       const Dense& shared = *mixture.shared;
-      next.insert(next.end(), {&shared.gate.weights, &shared.up.weights});
+      next.insert(next.end(), {&shared.gate.weights, &shared.up->weights});
       products.push_back({shared.gate.weights, shared.gate.bias, gate_.take(m_ * shared.size())});
-      products.push_back({shared.up.weights, shared.up.bias, up_.take(m_ * shared.size())});
+      products.push_back({shared.up->weights, shared.up->bias, up_.take(m_ * shared.size())});
     }
     hidden_.fill(next, [&](int64_t row, float* to) {
       take_in(row);
@@ -650,14 +678,14 @@ class Pass {
     });
   }
 
-  void both(const DenseAndMixture& parts, const float* norm, int64_t number) {
+  void both(const DenseAndMixture& parts, const Norm& norm, int64_t number) {
     const Mixture& mixture = parts.mixture;
     feed_forward(parts.dense, norm, number);  // x has taken in the mixer's output, and `added_` is what the dense part gives
     float *normal = normal_.take(m_ * s_.hidden), *more = more_.take(m_ * s_.hidden), *logits = logits_.take(m_ * mixture.gate.experts);
     if (observe_) seen_.take(m_ * s_.hidden);
     hidden_.fill({&mixture.router.weights}, [&](int64_t row, float* to) {
-      normalize(row, parts.mixture_norm, normal + row * s_.hidden);
-      normalize(row, parts.router_norm, to);
+      normalize(row, {parts.mixture_norm, nullptr, false, false}, normal + row * s_.hidden);
+      normalize(row, {parts.router_norm, nullptr, false, false}, to);
       note(row, to, s_.hidden);
     });
     tell(number, INPUT_ROUTER, seen_.data(), s_.hidden);
@@ -678,7 +706,7 @@ class Pass {
   void add_layer_input(const PerLayerInput& input, const float* inputs, int64_t stride, int64_t number) {
     const int64_t size = input.size();
     float* gate = gate_.take(m_ * size);
-    add_and_normalize(nullptr, {&input.gate.weights});
+    add_and_normalize({}, {&input.gate.weights});
     tell(number, INPUT_LAYER_GATE, seen_.data(), s_.hidden);
     hidden_.multiply({{input.gate.weights, input.gate.bias, gate}});
     opened_.begin_for(level_, m_, size, digits_);
@@ -743,14 +771,14 @@ void Decoder::add_layer_inputs(const PerLayerEmbedding& embedding, const float* 
   });
 }
 
-void Decoder::normalize(const float* x, int64_t m, const float* norm, float* out) const {
-  for (int64_t row = 0; row < m; row++) kernels_.normalize(x + row * shape_.hidden, norm, shape_.epsilon, shape_.hidden, out + row * shape_.hidden);
+void Decoder::normalize(const float* x, int64_t m, const Norm& norm, float* out) const {
+  for (int64_t row = 0; row < m; row++) apply(kernels_, norm, shape_, x + row * shape_.hidden, out + row * shape_.hidden);
 }
 
-void Decoder::finish(const float* x, int64_t m, const float* norm, const Matrix& head, int digits, float* out) const {
+void Decoder::finish(const float* x, int64_t m, const Norm& norm, const Matrix& head, int digits, float* out) const {
   Stopwatch watch(seconds_);
   const auto prepare = [&](Rows& rows) {
-    rows.fill({&head.weights}, [&](int64_t row, float* to) { kernels_.normalize(x + row * shape_.hidden, norm, shape_.epsilon, shape_.hidden, to); });
+    rows.fill({&head.weights}, [&](int64_t row, float* to) { apply(kernels_, norm, shape_, x + row * shape_.hidden, to); });
   };
   const bool best = digits == BEST_OF_16 && !wants_floats(head.weights);
   Rows rows(level_, m, shape_.hidden, best ? 1 : digits == BEST_OF_16 ? 2 : digits);

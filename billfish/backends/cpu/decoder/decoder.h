@@ -31,6 +31,13 @@ struct Rope {
   bool adjacent;  // the numbers of a pair are side by side, not half of the rotating part apart
 };
 
+// A norm before a part: RMSNorm, or LayerNorm where it is `centered`. Without a weight there is none.
+struct Norm {
+  const float *weight, *bias;
+  bool centered;
+  bool of_residual;  // what it gives is the residual stream, too
+};
+
 // ---- token mixers: a new one is a struct here, a member of Mixer, and a function of Pass in decoder.cpp ----------------------------------------
 
 struct Attention {
@@ -48,6 +55,7 @@ struct Attention {
   bool gated;                    // behind the rows of each head, q has those of a gate, whose sigmoid the head's output is multiplied with
   float growth;                  // scores at position p are multiplied by 1 + growth ln(1 + floor(p / growth_length))
   int64_t growth_length;
+  bool bidirectional;  // a row sees the rows behind it, too: all, or those up to window / 2 away on either side
 };
 
 // Over the last `taps` tokens, each channel for itself.
@@ -96,7 +104,9 @@ using Mixer = std::variant<Attention, GatedDeltaNet, ShortConvolution, Mamba2>;
 // ---- feed-forward parts ------------------------------------------------------------------------------------------------------------------------
 
 struct Dense {
-  Matrix gate, up, down;
+  Matrix gate;
+  std::optional<Matrix> up;  // else there is no gate: down(activation(gate x))
+  Matrix down;
   Gate activation;
   int64_t size() const { return down.weights.k; }
 };
@@ -149,11 +159,11 @@ struct PerLayerEmbedding {
   float scale, projection_scale;
 };
 
-// Norms are null where there are none.
 struct Block {
   Mixer mixer;
   FeedForward feed_forward;
-  const float *mixer_norm, *feed_forward_norm, *mixer_post_norm, *feed_forward_post_norm;
+  Norm mixer_norm, feed_forward_norm;
+  const float *mixer_post_norm, *feed_forward_post_norm;  // or null
   float residual_scale;
   std::optional<PerLayerInput> per_layer_input;
   float output_scale;
@@ -194,10 +204,10 @@ class Decoder {
   // rows [m, layers, size], of the embedding per layer, become the inputs of layers; x [m, hidden] are rows of the embedding.
   void add_layer_inputs(const PerLayerEmbedding& embedding, const float* x, int64_t m, int digits, float* rows) const;
   // x [m, hidden] as the head multiplies it.
-  void normalize(const float* x, int64_t m, const float* norm, float* out) const;
+  void normalize(const float* x, int64_t m, const Norm& norm, float* out) const;
   // The last norm and product: x [m, hidden] -> out [m, n]. digits may be BEST_OF_16, for whoever takes the largest of a row: that one, and what comes
   // near it, is the product with x in q16, and the rest with x in q8.
-  void finish(const float* x, int64_t m, const float* norm, const Matrix& head, int digits, float* out) const;
+  void finish(const float* x, int64_t m, const Norm& norm, const Matrix& head, int digits, float* out) const;
   // Seconds since the decoder was made, by Part.
   const double* seconds() const { return seconds_; }
 

@@ -79,6 +79,7 @@ struct MambaScan {
 // The parts that are not products, for one ISA level; see decoder/kernels.h.
 struct DecoderKernels {
   void (*normalize)(const float* x, const float* weight, float epsilon, int64_t count, float* out);
+  void (*normalize_centered)(const float* x, const float* weight, const float* bias, float epsilon, int64_t count, float* out);
   void (*add_scaled)(float* x, const float* more, float scale, int64_t count);
   void (*scale)(float* x, float factor, int64_t count);
   void (*rotate)(float* head, const float* cosine, const float* sine, int64_t pairs, bool adjacent);

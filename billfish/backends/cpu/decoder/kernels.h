@@ -33,6 +33,19 @@ inline void normalize(const float* x, const float* weight, float epsilon, int64_
     for (int j = 0; j < COLUMNS; j++) out[i + j] = x[i + j] * scale * weight[i + j];
 }
 
+// LayerNorm: (x - mean) / sqrt(variance + epsilon) * weight + bias, if there is one. `out` may be x.
+inline void normalize_centered(const float* x, const float* weight, const float* bias, float epsilon, int64_t count, float* out) {
+  float sums[COLUMNS] = {}, squares[COLUMNS] = {};
+  for (int64_t i = 0; i < count; i += COLUMNS)
+    for (int j = 0; j < COLUMNS; j++) sums[j] += x[i + j];
+  const float mean = total_of(sums) / float(count);
+  for (int64_t i = 0; i < count; i += COLUMNS)
+    for (int j = 0; j < COLUMNS; j++) squares[j] += (x[i + j] - mean) * (x[i + j] - mean);
+  const float scale = 1.0f / std::sqrt(total_of(squares) / float(count) + epsilon);
+  for (int64_t i = 0; i < count; i++) out[i] = (x[i] - mean) * scale * weight[i];
+  for (int64_t i = 0; bias && i < count; i++) out[i] += bias[i];
+}
+
 // x += more * scale.
 inline void add_scaled(float* x, const float* more, float scale, int64_t count) {
   for (int64_t i = 0; i < count; i++) x[i] += more[i] * scale;

@@ -31,6 +31,28 @@ template <Gate GATE> inline void open_sixteen(const float* gate, const float* up
   each([&](auto i) { store_floats(out + i * LANES, multiply(divide(g[i], add(splat(1), e[i])), u[i])); });
 }
 
+// x Phi(x), where Phi is the normal distribution's: max(x, 0) - |x| Q(|x|) with Q(a) = (b1 t + ... + b5 t^5) e^(-a^2 / 2) and t = 1 / (1 + p a),
+// Abramowitz and Stegun's 7.1.26 with its factors halved: Q is wrong by 1e-7 at most. From 16 on it is 0 beside x.
+constexpr float ERF_P = 0.231641888f, ERF_B[5] = {0.127414796f, -0.142248368f, 0.710706871f, -0.726576013f, 0.530702714f};
+
+template <> inline void open_sixteen<Gate::gelu_erf>(const float* gate, const float* up, float* out) {
+  Floats g[GATE_VECTORS], a[GATE_VECTORS], e[GATE_VECTORS];
+  const auto each = [](auto f) { unroll<GATE_VECTORS>(f); };
+  each([&](auto i) {
+    g[i] = load_floats(gate + i * LANES);
+    a[i] = at_most(16, larger(negative(g[i]), g[i]));
+    e[i] = multiply(multiply(a[i], a[i]), splat(-0.5f));
+  });
+  exponentials(e);
+  each([&](auto i) {
+    const Floats t = divide(splat(1), multiply_add(splat(1), a[i], splat(ERF_P)));
+    Floats q = splat(ERF_B[4]);
+    for (int j = 3; j >= 0; j--) q = multiply_add(splat(ERF_B[j]), q, t);
+    const Floats behind = multiply(multiply(multiply(q, t), e[i]), a[i]);
+    store_floats(out + i * LANES, multiply(add(larger(splat(0), g[i]), negative(behind)), load_floats(up + i * LANES)));
+  });
+}
+
 template <Gate GATE> void open_all(const float* gate, const float* up, int64_t count, float* out) {
   int64_t i = 0;
   for (; i + GATES_TOGETHER <= count; i += GATES_TOGETHER) open_sixteen<GATE>(gate + i, up + i, out + i);

@@ -25,7 +25,7 @@ constexpr bool has_codes(Operand operand) { return operand <= Operand::below_64;
 enum class Scales : int32_t { f16, f16_minimum, f16_zero8, f16_zero16, e8m0, e4m3, sub, sub_minimum, sub_nibbles, f32, f32_minimum, none };
 
 // SwiGLU and its like: what a feed-forward network does to its gate and up rows, numbered as in billfish/core/mixture.py; see gemm/gates.h.
-enum class Gate : int32_t { silu, gelu, clamped_silu };
+enum class Gate : int32_t { silu, gelu, clamped_silu, gelu_erf };
 
 struct Weights {
   const uint8_t* stream;  // tile after tile of rows; see TileShape

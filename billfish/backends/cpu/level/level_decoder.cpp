@@ -10,7 +10,7 @@ namespace BILLFISH_ISA {
 
 extern const billfish::DecoderKernels decoder_kernels;
 const billfish::DecoderKernels decoder_kernels = {
-    normalize, add_scaled, scale, rotate, store, attend, see_slice, gather, soften, add_outer,
+    normalize, normalize_centered, add_scaled, scale, rotate, store, attend, see_slice, gather, soften, add_outer,
     convolve, normalize_length, dot, multiply, multiply_sigmoid, delta_rule, mamba_scan};
 
 }  // namespace BILLFISH_ISA

@@ -10,6 +10,7 @@ void open_gate(const float* gate, const float* up, Gate activation, int64_t coun
     case Gate::silu: return open_all<Gate::silu>(gate, up, count, out);
     case Gate::gelu: return open_all<Gate::gelu>(gate, up, count, out);
     case Gate::clamped_silu: return open_all<Gate::clamped_silu>(gate, up, count, out);
+    case Gate::gelu_erf: return open_all<Gate::gelu_erf>(gate, up, count, out);
   }
 }
 
