@@ -163,6 +163,7 @@ class BlockMaker:
         )
 
     def _dense(self, part: Dense) -> DeviceDense:
+        assert part.up is not None  # only encoders have no gate
         gate_up = self._weights.alternating(part.gate, part.up)
         return DeviceDense(part.size, gate_up, self._weights.matrix(part.down), part.activation)
 

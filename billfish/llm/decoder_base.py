@@ -141,8 +141,9 @@ class Decoder(ABC):
     def check_answers(self, call: str) -> None:
         """Raises unless the model continues texts."""
         if self.config.encoder is not None:
-            fix = "Call Model.embed_text, or POST to /v1/embeddings."
-            raise ModelError(failure(call, f"{self.config.name} ({self.config.architecture}) is an encoder, which makes vectors of texts, not answers", fix))
+            model = f"{self.config.name} ({self.config.architecture})"
+            problem = f"{model} is an encoder, which makes vectors of texts, not answers"
+            raise ModelError(failure(call, problem, "Call Model.embed_text, or POST to /v1/embeddings."))
 
     def check_hidden(self, hidden: Floats) -> None:
         """Raises unless they are hidden states of this model."""

@@ -47,7 +47,9 @@ def make_decoder(device: str, tensors: ModelTensors) -> Decoder:
         device = _best_device()
     if tensors.config.encoder is not None and device != "cpu":
         missing = "attention to both sides, LayerNorm and positions in a table"
-        raise BackendUnavailable(failure(CALL, f"{device} has no kernels for encoders: {missing}.", "Pass device='cpu'."))
+        raise BackendUnavailable(
+            failure(CALL, f"{device} has no kernels for encoders: {missing}.", "Pass device='cpu'.")
+        )
     if device == "cpu":
         from billfish.llm.cpu import CpuDecoder
 

@@ -404,6 +404,7 @@ class DensePart:
     """down(activation(gate x) * up x)."""
 
     def __init__(self, parts: Parts, about: Dense) -> None:
+        assert about.up is not None  # only encoders have no gate
         self._gate_up = parts.packer.gate_up(about.gate, about.up, about.activation)
         self._down = parts.packer.linear(about.down)
 

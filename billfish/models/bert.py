@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,12 @@ RMS_EPSILON = "attention.layer_norm_rms_epsilon"  # of other architectures
 PADDING = "tokenizer.ggml.padding_token_id"
 CLASSIFIER_POOLING = "classifier.pooling_type"
 # By their names in config.json.
-ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu_erf", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "silu": "silu"}
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu_erf",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu",
+    "silu": "silu",
+}
 
 
 class TextEncoder(Architecture):
@@ -39,7 +44,7 @@ class TextEncoder(Architecture):
 
     hidden_acts = tuple(ACTIVATIONS)
     epsilon = 1e-12  # where config.json does not say
-    epsilon_names = ("layer_norm_eps", "norm_eps")
+    epsilon_names: ClassVar[tuple[str, ...]] = ("layer_norm_eps",)
 
     def fields(self, config: Config) -> dict[str, Field]:
         fields = super().fields(config)
@@ -146,7 +151,12 @@ class Bert(TextEncoder):
         config = {name: value for name, value in config.items() if not name.startswith(("rope", "num_key", "head_dim"))}
         types = fields.metadata.get("tokenizer.ggml.token_type_count", 2)
         config |= {"layer_norm_eps": fields.get(EPSILON), "hidden_act": fields.get("hidden_activation", "gelu")}
-        return {**config, "type_vocab_size": types, "tie_word_embeddings": True, "pad_token_id": fields.metadata.get(PADDING)}
+        return {
+            **config,
+            "type_vocab_size": types,
+            "tie_word_embeddings": True,
+            "pad_token_id": fields.metadata.get(PADDING),
+        }
 
     def ropes(self, f: Fields) -> tuple[Rope, ...]:
         return ()
@@ -219,10 +229,13 @@ class ModernBert(TextEncoder):
     def fields(self, config: Config) -> dict[str, Field]:
         rule = section(section(config, "rope_parameters"), SLIDING)
         scaled = any(
-            part.get("rope_type", "default") != "default" for part in (rule, section(section(config, "rope_parameters"), FULL))
+            part.get("rope_type", "default") != "default"
+            for part in (rule, section(section(config, "rope_parameters"), FULL))
         )
         if scaled or config.get("rope_scaling"):
-            raise CheckpointError(bad_argument(CONFIG_CALL, "rope_parameters", "a scaled rule", "'default' for modern-bert"))
+            raise CheckpointError(
+                bad_argument(CONFIG_CALL, "rope_parameters", "a scaled rule", "'default' for modern-bert")
+            )
         local = rule.get("rope_theta") or config.get("local_rope_theta") or self.local_theta
         everywhere = config.get("global_rope_theta")
         pooling = config.get("classifier_pooling", "cls")
@@ -245,7 +258,11 @@ class ModernBert(TextEncoder):
         step = int(number("global_attn_every_n_layers", every))
         usual = [i % step != 0 for i in range(layers)] if step else [True] * layers
         if kinds is not None:
-            if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
+            if (
+                not isinstance(kinds, list)
+                or len(kinds) != layers
+                or any(kind not in (SLIDING, FULL) for kind in kinds)
+            ):
                 expected = f"{layers} of {SLIDING} or {FULL}"
                 raise CheckpointError(bad_argument(CONFIG_CALL, "layer_types", repr(kinds)[:80], expected))
             narrow = [kind == SLIDING for kind in kinds]
@@ -260,7 +277,10 @@ class ModernBert(TextEncoder):
         config = {name: value for name, value in config.items() if not name.startswith(("rope", "num_key", "head_dim"))}
         layers = config["num_hidden_layers"]
         config["layer_types"] = [SLIDING if self.is_narrow(fields, i) else FULL for i in range(layers)]
-        rules = {FULL: fields.get("rope.freq_base", self.theta), SLIDING: fields.get("rope.freq_base_swa", self.local_theta)}
+        rules = {
+            FULL: fields.get("rope.freq_base", self.theta),
+            SLIDING: fields.get("rope.freq_base_swa", self.local_theta),
+        }
         config["rope_parameters"] = {
             kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in rules.items()
         }
@@ -296,7 +316,9 @@ class ModernBert(TextEncoder):
         return Classifier(plain.output, plain.dense, "gelu_erf", self.layer_norm(f, "cls.norm"), pooling)
 
     def block(self, f: Fields, i: int) -> Block:
-        before = self.layer_norm(f, f"blk.{i}.attn_norm") if i else self.layer_norm(f, "token_embd_norm", of_residual=True)
+        before = (
+            self.layer_norm(f, f"blk.{i}.attn_norm") if i else self.layer_norm(f, "token_embd_norm", of_residual=True)
+        )
         size = f.size("feed_forward_length", layer=i)
         dense = self.dense(f, i, size, joined=True)
         return Block(

@@ -106,7 +106,9 @@ class Attention:
     temperature: tuple[float, int] | None = None  # (a, n): scores at position p are multiplied by 1 + a ln(1 + p // n)
     gated: bool = False  # q has rows of a gate behind those of each head; the output is multiplied with its sigmoid
     shares: int | None = None  # an earlier layer
-    bidirectional: bool = False  # tokens see those behind them, too: with a window, up to window / 2 away on either side
+    bidirectional: bool = (
+        False  # tokens see those behind them, too: with a window, up to window / 2 away on either side
+    )
 
 
 @dataclass(frozen=True)
@@ -291,8 +293,8 @@ class Classifier:
 @dataclass(frozen=True)
 class Encoder:
     """What a model has that reads a text at once, from both sides. It makes vectors, not answers, and its head is not
-    used. The first norm is that of embeddings: their sum with a row of `positions` for each token, and of `token_types`,
-    the second of which is for the second text of a pair."""
+    used. The first norm is that of embeddings: their sum with a row of `positions` for each token, and one of
+    `token_types`, the second of which is for the second text of a pair."""
 
     positions: Matrix | None = None
     token_types: Matrix | None = None

@@ -250,6 +250,8 @@ LLAMA_CPP: dict[str, dict[str, Any]] = {
 def write_model(folder: Path, name: str, **more: Any) -> None:
     """One of MODELS as transformers saves it."""
     write_random(folder, MODELS[name][1], **(MODELS[name][2] | more))
+
+
 _ENCODER = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -259,10 +261,11 @@ _ENCODER = {
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
-ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {  # the type of model in transformers, and its settings
-    "bert": ("bert", _ENCODER),
-    "modernbert": ("modernbert", _ENCODER | {"num_hidden_layers": 4, "local_attention": 16}),
+ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {  # as MODELS
+    "bert": ("bert", "bert", _ENCODER),
+    "modernbert": ("modern-bert", "modernbert", _ENCODER | {"num_hidden_layers": 4, "local_attention": 16}),
     "modernbert-biases": (
+        "modern-bert",
         "modernbert",
         _ENCODER
         | {"local_attention": 10, "norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True},

@@ -64,8 +64,8 @@ class Tokenizer:
         closing: Sequence[int] = (),
         between: Sequence[int] = (),
     ) -> None:
-        """encoder: a Tokenizer of the library `tokenizers`. ends: from :mod:`billfish.checkpoints.tokenizer.ends`. closing: what follows a text that is
-        embedded. between: what is between the texts of a pair."""
+        """encoder: a Tokenizer of the library `tokenizers`. ends: from :mod:`billfish.checkpoints.tokenizer.ends`.
+        closing: what follows a text that is embedded. between: what is between the texts of a pair."""
         self.encoder, self.pieces, self.kinds, self.roles = encoder, pieces, kinds, dict(roles)
         self.byte_level = byte_level
         self.bos = roles.get("bos")

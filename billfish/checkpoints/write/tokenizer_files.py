@@ -127,7 +127,9 @@ def _check_wordpiece(about: Mapping[str, Any]) -> None:
     if not usual or normalizer.get("strip_accents") is False:
         raise _unknown(about, "normalizer", "BertNormalizer with lowercase, because GGUF has no field for others")
     model = about["model"]
-    if model.get("continuing_subword_prefix", "##") != "##" or _parts(about, "pre_tokenizer") != [{"type": "BertPreTokenizer"}]:
+    if model.get("continuing_subword_prefix", "##") != "##" or _parts(about, "pre_tokenizer") != [
+        {"type": "BertPreTokenizer"}
+    ]:
         raise _unknown(about, "pre_tokenizer", "BertPreTokenizer, and '##' before what goes on")
 
 

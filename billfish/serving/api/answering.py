@@ -19,7 +19,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from billfish.core.errors import DataError
+from billfish.core.errors import DataError, ModelError
 from billfish.llm.conversation.events import Event, Message
 from billfish.llm.conversation.reader import PlainReader, Reader
 from billfish.llm.detokenizer import Piece, Token
@@ -48,6 +48,8 @@ def refusals() -> Iterator[None]:
         raise Refusal(429, str(error), None, "queue_full", retry_after="1") from None
     except ServerClosing as error:
         raise Refusal(503, str(error), None, "server_closing", retry_after="5") from None
+    except ModelError as error:  # as from an encoder, which answers nothing
+        raise Refusal(400, str(error), "model", "model_cannot") from None
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ def read_embeddings(service: Service, body: EmbeddingBody) -> list[Prompt]:
     """The texts."""
     if body.dimensions is not None:
         only("dimensions", body.dimensions, service.model.config.hidden)
-    return service.prompts("input", body.input, most=MOST_TEXTS, special=False)
+    return service.prompts("input", body.input, most=MOST_TEXTS, whole=True)
 
 
 async def vectors_of(service: Service, texts: list[Prompt], receive: Receive) -> list[NDArray[np.float32]]:
@@ -69,30 +69,37 @@ class RerankBody(Body):
 
 
 def read_rerank(service: Service, body: RerankBody) -> list[Prompt]:
-    """The query, then the documents."""
+    """The query, then the documents; for a model that scores pairs, the query with each document."""
     if not body.documents:
         raise refuse("documents", "documents is empty; expected at least one text.")
     if len(body.documents) >= MOST_TEXTS:
         raise wrong("documents", f"a list of {len(body.documents)}", f"at most {MOST_TEXTS - 1}")
-    query = service.prompts("query", body.query, most=1, special=False)
-    return query + service.prompts("documents", _texts(body), most=MOST_TEXTS, special=False)
+    if service.model.config.pooling == "rank":
+        return service.pairs("documents", body.query, _texts(body))
+    query = service.prompts("query", body.query, most=1, whole=True)
+    return query + service.prompts("documents", _texts(body), most=MOST_TEXTS, whole=True)
 
 
-def _texts(body: RerankBody) -> list[Any]:
+def _texts(body: RerankBody) -> list[str]:
     return [each if isinstance(each, str) else each.text for each in body.documents]
 
 
 async def rerank(service: Service, body: RerankBody, texts: list[Prompt], receive: Receive) -> ASGIApp:
-    """Documents by their likeness to the query: the cosine of their vectors."""
+    """Documents by what a classifier says of them with the query, or by the cosine of their vectors."""
     started = time.perf_counter()
-    query, *documents = await vectors_of(service, texts, receive)
-    scores = [float(query @ document) for document in documents]
+    vectors = await vectors_of(service, texts, receive)
+    if service.model.config.pooling == "rank":
+        scores = [service.model.relevance(vector) for vector in vectors]
+    else:
+        query, *documents = (vector / np.linalg.norm(vector) for vector in vectors)
+        scores = [float(query @ document) for document in documents]
+    given = _texts(body)
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or len(scores)]
     results = [
         {
             "index": index,
             "relevance_score": scores[index],
-            **({"document": {"text": texts[index + 1].text}} if body.return_documents else {}),
+            **({"document": {"text": given[index]}} if body.return_documents else {}),
         }
         for index in best
     ]

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from billfish.checkpoints.tokenizer.tokenizer import CONTROL
-from billfish.core.errors import readable
+from billfish.core.errors import ModelError, readable
 from billfish.llm.chat_template import ChatTemplate
 from billfish.llm.control_names import ControlNames
 from billfish.llm.conversation.derive import derive
@@ -179,13 +179,17 @@ class Service:
 
         special, start: as in :meth:`billfish.checkpoints.tokenizer.tokenizer.Tokenizer.encode`.
         """
-        if len(text) > self.limits.context * self._longest:
-            raise too_long(field, f"{len(text)} characters", self.limits)
+        self._check_characters(field, len(text))
         return self.model.tokenizer.encode(text, special=special, start=start)
 
-    def prompts(self, field: str, value: str | list[Any], *, most: int, special: bool = True) -> list[Prompt]:
+    def _check_characters(self, place: str, count: int) -> None:
+        if count > self.limits.context * self._longest:
+            raise too_long(place, f"{count} characters", self.limits)
+
+    def prompts(self, field: str, value: str | list[Any], *, most: int, whole: bool = False) -> list[Prompt]:
         """Of a field that holds a text, texts, tokens, or lists of tokens. They are counted before they are encoded,
-        and the first that does not fit is the last that is encoded."""
+        and the first that does not fit is the last that is encoded. whole: they are embedded, so control tokens are no
+        part of them, and the model's are around them."""
         one = isinstance(value, str) or (value[:1] and type(value[0]) is int)
         items = [value] if one else value
         if not items:
@@ -193,13 +197,31 @@ class Service:
         if len(items) > most:
             raise wrong(field, f"a list of {len(items)}", f"at most {most}")
         places = [field] if one else [f"{field}[{index}]" for index in range(len(items))]
-        return [self._prompt(place, item, special) for place, item in zip(places, items, strict=True)]
+        return [self._prompt(place, item, whole) for place, item in zip(places, items, strict=True)]
 
-    def _prompt(self, place: str, item: object, special: bool) -> Prompt:
+    def pairs(self, field: str, query: str, texts: list[str]) -> list[Prompt]:
+        """A query with each of the texts, for a model that scores them together."""
+        try:
+            self.model.check_ranks("rerank")
+        except ModelError as error:
+            raise refuse("model", str(error)) from None
+        prompts = []
+        for index, text in enumerate(texts):
+            place = f"{field}[{index}]"
+            self._check_characters(place, len(query) + len(text))
+            tokens = self.model.tokenizer.encode_pair(query, text)
+            if len(tokens) > self.limits.context:
+                raise too_long(place, f"{len(tokens)} tokens with the query", self.limits)
+            prompts.append(Prompt(tokens, text))
+        return prompts
+
+    def _prompt(self, place: str, item: object, whole: bool) -> Prompt:
         last = self.limits.vocabulary - 1
         accepted = f"a string, or a list of tokens from 0 to {last}, with at least one token"
         if isinstance(item, str):
-            prompt = Prompt(self.encode(place, item, special=special), item)
+            self._check_characters(place, len(item))
+            tokenizer = self.model.tokenizer
+            prompt = Prompt(tokenizer.encode_whole(item) if whole else tokenizer.encode(item), item)
         elif isinstance(item, list):
             for token in item:
                 if type(token) is not int or not 0 <= token <= last:

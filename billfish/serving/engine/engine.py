@@ -93,6 +93,7 @@ class Engine:
         """Begin an answer. `on_token` gets its tokens in the engine's thread, and must not block; the answer of one
         that raises is cancelled. Stop texts are not looked for: see :class:`Ticket`. Raises QueueFull or ServerClosing
         at once, and ModelError or DataError for a request that cannot be answered."""
+        self._decoder.check_answers(CALL)
         self._check(request.prompt)
         self._decoder.check_tokens(CALL, "logit_bias", list(request.sampling.logit_bias))
         matcher = None if request.grammar is None else request.grammar.matcher()
@@ -118,6 +119,7 @@ class Engine:
     def score(self, texts: Sequence[list[int]], alternatives: int) -> Future[list[list[list[Scored]]]]:
         """For each text and each of its tokens but the first, the token and the best `alternatives` with their log
         probabilities. Otherwise as `embed`."""
+        self._decoder.check_answers(CALL)
         for text in texts:
             self._check(text)
         job = Scoring(texts, self.model, alternatives)

@@ -19,6 +19,7 @@ from billfish.serving.engine.prefix_index import block_hashes
 from billfish.serving.engine.requests import Chosen, Request, Ticket
 
 OnToken = Callable[[Chosen], object]
+TOGETHER = 1024  # tokens of texts that an encoder reads at once
 
 
 class Job(ABC):
@@ -161,13 +162,32 @@ class Embedding(Job):
         self.future.cancel()
 
     def read(self, count: int) -> None:
-        """The next tokens of the text."""
+        """The next tokens of the text. An encoder reads whole texts, as many as are short enough together."""
         decoder = self._model.decoder
+        if decoder.config.encoder is not None:
+            self._read_together()
+            return
         self._hidden.append(decoder.run([(self.slot.cache, self.tokens(count))], decoder.exact))
         if self.left:
             return
         self._vectors.append(self._result(np.concatenate(self._hidden)))
         self._hidden = []
+        self._go_on()
+
+    def _read_together(self) -> None:
+        decoder, texts, count = self._model.decoder, list[list[int]](), 0
+        for text in self._texts[len(self._vectors) :]:
+            count += len(text)
+            if texts and count > TOGETHER:
+                break
+            texts.append(text)
+        hidden = decoder.run([(decoder.cache(len(text)), text) for text in texts], decoder.exact)
+        ends = np.cumsum([len(text) for text in texts])[:-1]
+        self._vectors += [self._result(states) for states in np.split(hidden, ends)]
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """To the next text, if there is one."""
         if len(self._vectors) == len(self._texts):
             self.end("stop")
         else:

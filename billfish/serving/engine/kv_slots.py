@@ -52,8 +52,8 @@ class Cuts:
 
 def cuts_for(decoder: Decoder, activations: Activations | None) -> Cuts:
     """Which rows an expert gets depends on the part, and in exact mode its kernels on how many: parts are chunks then,
-    as of a prompt alone."""
-    whole = activations == "exact" and decoder.config.has_experts
+    as of a prompt alone. An encoder reads a text at once."""
+    whole = decoder.config.encoder is not None or (activations == "exact" and decoder.config.has_experts)
     return Cuts(decoder.chunk, decoder.chunk if whole else SMALLEST)
 
 

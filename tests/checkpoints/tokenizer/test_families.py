@@ -27,7 +27,7 @@ IN_TURN = [*QUICK, *(name for name in FAMILIES if name not in QUICK)]
 
 def test_every_architecture_has_a_family():
     named = {each.strip() for family in FAMILIES.values() for each in family.architectures.split(",")}
-    assert named == set(ARCHITECTURES)
+    assert named == set(ARCHITECTURES) - {"bert", "modern-bert"}  # which answer nothing
     assert set(USUAL) <= set(ARCHITECTURES)
     assert set(USUAL.values()) <= set(CUTS)
 
