@@ -432,7 +432,7 @@ class Model:
     def embed_text(self, text: str, *, activations: Activations | None = None) -> NDArray[np.float32]:
         """Return the vector [hidden] of a text, as the model's files say: the mean of its tokens' last hidden states,
         or that of the first token or the last, divided by its length unless they say otherwise. A model with a
-        classifier gives its scores.
+        classifier gives its logits.
 
         activations: as in :meth:`logits`.
 
@@ -445,7 +445,7 @@ class Model:
         return self.pool(self.hidden(tokens, activations, "llm.embed_text"))
 
     def rank(self, query: str, text: str, *, activations: Activations | None = None) -> float:
-        """Return how well a text answers a query, from 0 to 1, by a model with a classifier of one score.
+        """Return how well a text answers a query, from 0 to 1, by a model whose classifier has one output.
 
         activations: as in :meth:`logits`. Raises ModelError for other models: compare vectors of :meth:`embed_text`.
         """
@@ -454,19 +454,19 @@ class Model:
         return self.relevance(self.pool(self.hidden(tokens, activations, "llm.rank")))
 
     def check_ranks(self, call: str) -> None:
-        """Raise ModelError unless the model scores pairs of texts."""
+        """Raise ModelError unless the model rates pairs of texts."""
         encoder = self.config.encoder
         if encoder is None or encoder.classifier is None or encoder.classifier.output.rows != 1:
             fix = "Compare vectors of embed_text instead."
-            raise ModelError(failure(call, f"{self.config.name} has no classifier with one score", fix))
+            raise ModelError(failure(call, f"{self.config.name} has no classifier with one output", fix))
 
     @staticmethod
-    def relevance(scores: NDArray[np.float32]) -> float:
-        """The score of :meth:`pool` as a probability."""
-        return float(1 / (1 + np.exp(-np.float64(scores[0]))))
+    def relevance(logits: NDArray[np.float32]) -> float:
+        """The logit of :meth:`pool` as a probability."""
+        return float(1 / (1 + np.exp(-np.float64(logits[0]))))
 
     def pool(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Make the vector [hidden] of :meth:`embed_text` from hidden states, or the scores of a classifier.
+        """Make the vector [hidden] of :meth:`embed_text` from hidden states, or the logits of a classifier.
 
         hidden: the last hidden states [tokens, hidden] of a text, from :meth:`hidden`.
 
