@@ -17,6 +17,8 @@ from billfish.core.scales import decode_e4m3, encode_e4m3
 
 Codes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
+# The first cell of a table, how many there are for each unit of x, and for each of them a code and a float.
+Cells = tuple[float, float, list[int], list[float]]
 
 
 class Element(ABC):
@@ -56,6 +58,11 @@ class Table(Element):
         distance = np.abs((cells[:, None] + 0.5) / 2 - self.values)
         self._code_of_cell = distance.argmin(axis=1).astype(np.uint8)
         self._value_of_cell = self.values[self._code_of_cell]
+
+    @property
+    def cells(self) -> Cells:
+        """For kernels: each x of a cell has the same nearest number."""
+        return 2 * self.low, 2.0, self._code_of_cell.tolist(), self._value_of_cell.tolist()
 
     def encode(self, x: Floats) -> Codes:
         codes: Codes = look_up(self._code_of_cell, self._cell(x))
@@ -158,6 +165,11 @@ class SortedFloats(Element):
         inside = np.append(middles, np.float32(np.inf))[below]
         self._code_of_cell = below.astype(np.uint8)
         self._middle_of_cell = inside
+
+    @property
+    def cells(self) -> Cells:
+        """For kernels: the code is one more above the middle of the cell."""
+        return float(-self.CELLS), float(self.CELLS), self._code_of_cell.tolist(), self._middle_of_cell.tolist()
 
     def encode(self, x: Floats) -> Codes:
         cell = np.clip(np.floor(x * np.float32(self.CELLS)), -self.CELLS, self.CELLS - 1) + np.float32(self.CELLS)

@@ -16,7 +16,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +25,13 @@ from billfish.core.device_array import DeviceArray, to_device
 from billfish.core.elements import Element
 from billfish.core.errors import DTypeError, FormatError, ShapeError, bad_argument, did_you_mean, failure, type_of
 from billfish.core.machine import map_rows, with_known_floats
-from billfish.core.search import Search
+from billfish.core.search import Search, dot, kernels_for
 from billfish.core.storage import Array, ArraySpec, Storage, StoragePart, check_array
 
 # "codes" is uint8 [N, K]; every other plane is [N, number of groups], or a scalar that belongs to the whole tensor.
 Planes = dict[str, Array]
+
+Floats = NDArray[np.float32]
 
 METHODS = ("rtn", "mse", "gptq")
 
@@ -255,11 +257,8 @@ class Format(ABC):
             if search is None:
                 return best
 
-            exact = w.astype(np.float64)
-
             def error(planes: Planes) -> NDArray[np.float64]:
-                wrong = exact - self.decode({**context, **planes}, group_size)
-                return np.einsum("rk,rk->r", wrong, wrong if search.importance is None else wrong * search.importance)
+                return self._error(w, {**context, **planes}, group_size, search.importance)
 
             least = error(best)
             for found in self.search_groups(w, search=search, **context):
@@ -268,6 +267,17 @@ class Format(ABC):
                 best = {name: np.where(better[:, None], found[name], best[name]) for name in best}
                 least = np.where(better, its_error, least)
         return best
+
+    def _error(self, w: Floats, planes: Planes, group_size: int, importance: Floats | None) -> NDArray[np.float64]:
+        """The squared error of each row, weighted by an importance [R, K] if there is one."""
+        kernels = kernels_for(w, planes["codes"])
+        if kernels is not None and type(self).decode is Format.decode and type(self.element).decode is Element.decode:
+            groups = self.group_values(planes)
+            found = kernels.error(self.element.values, w, planes["codes"], group_size, groups, importance)
+            if found is not None:
+                return found
+        wrong = w.astype(np.float64) - self.decode(planes, group_size)
+        return cast("NDArray[np.float64]", dot(wrong, wrong if importance is None else wrong * importance))
 
     def decode(self, planes: Planes, group_size: int) -> NDArray[np.float32]:
         """The oracle: planes of a matrix [N, K] to its values, in float32."""

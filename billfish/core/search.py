@@ -8,17 +8,25 @@ groups (rows); the caller keeps the plain result for every group that did not im
 
 With an importance for each column, one pass over the grid finds both winners, that of the squared error and that of
 the weighted one: rounding is what takes the time, and it is the same for both.
+
+This is the oracle, and what runs for foreign elements and for arrays on a device. For arrays in CPU memory the CPU
+engine provides :class:`SearchKernels`, which return the same bits: each operation is rounded once, in the order
+written here, and sums go by lanes (:func:`dot`). What a format can store is told by a rule, such as
+:class:`Float16`, so that kernels know it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.elements import Element, Integer, Signed
+from billfish.core.elements import FP4, Element, Integer, Signed
+from billfish.core.scales import E4M3_MAX, decode_e4m3, encode_e4m3
 
 Floats = NDArray[np.float32]
 # Rounds float32 scales [R] to ones that the format can store.
@@ -27,6 +35,83 @@ Representable = Callable[[Floats], Floats]
 Pair = tuple[Floats, Floats]
 Values = tuple[Floats, ...]  # either: what a candidate is
 RepresentablePair = Callable[[Floats, Floats], Pair]
+
+
+LANES = 16  # of a sum
+TIES = ("even", "up", "away", "toward zero")
+
+
+class SearchKernels(Protocol):
+    """Native code for what this module does. Each method returns None for what it does not know."""
+
+    def scales(self, search: Search, w: Floats, element: Element, start: Values, rule: Any) -> list[Values] | None:
+        """:meth:`Search.scale`, or with two numbers in `start` :meth:`Search.scale_and_minimum`."""
+
+    def codes(
+        self, element: Element, w: Floats, scale: Floats, minimum: Floats | None, zero: Floats | None, ties: str
+    ) -> NDArray[np.uint8] | None:
+        """:func:`nearest_codes`."""
+
+    def error(
+        self,
+        values: Floats,
+        w: Floats,
+        codes: NDArray[np.uint8],
+        group_size: int,
+        group: tuple[Floats, Floats | None, Floats | None],
+        importance: Floats | None,
+    ) -> NDArray[np.float64] | None:
+        """The squared error of each row, as `Format.quantize` compares it. group: scale, zero point and minimum."""
+
+    def extremes(self, w: Floats) -> tuple[Floats, Floats] | None:
+        """:func:`extremes`."""
+
+    def signed_extreme(self, w: Floats) -> Floats | None:
+        """:func:`signed_extreme`."""
+
+    def dot(self, a: Floats, b: Floats) -> Floats | None:
+        """:func:`dot`."""
+
+
+_kernels: SearchKernels | None = None
+
+
+def provide_kernels(kernels: SearchKernels | None) -> SearchKernels | None:
+    """Use these kernels, or none, from now on. Returns those that were used before."""
+    global _kernels
+    before, _kernels = _kernels, kernels
+    return before
+
+
+def kernels_for(*arrays: Any) -> SearchKernels | None:
+    """The kernels, if all arrays are NumPy's own and in the order of rows."""
+    ours = all(type(array) is np.ndarray and array.flags.c_contiguous for array in arrays)
+    return _kernels if ours else None
+
+
+def dot(a: Any, b: Any) -> Any:
+    """The sum of a * b [R, k] of each row [R], in an order that vectors of every width can keep.
+
+    Product k goes into lane k % 16; then the upper half of the lanes is added to the lower until one is left.
+    """
+    if type(a) is not np.ndarray or type(b) is not np.ndarray:
+        return np.einsum("rk,rk->r", a, b)  # a device adds in an order of its own
+    kernels = kernels_for(a, b) if a.dtype == b.dtype == np.float32 and a.shape == b.shape else None
+    found = kernels.dot(a, b) if kernels is not None else None
+    return _lane_sums(a * b) if found is None else found
+
+
+def _lane_sums(products: NDArray[Any]) -> NDArray[Any]:
+    rows, length = products.shape
+    if length % LANES:
+        products = np.concatenate([products, np.zeros((rows, -length % LANES), products.dtype)], axis=1)
+    sums = products[:, :LANES]
+    for start in range(LANES, products.shape[1], LANES):
+        sums = sums + products[:, start : start + LANES]
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0]
 
 
 def reciprocal(x: Floats) -> Floats:
@@ -38,6 +123,10 @@ def reciprocal(x: Floats) -> Floats:
 
 def signed_extreme(w: Floats) -> Floats:
     """Of each row, the number of largest magnitude, with its sign."""
+    kernels = kernels_for(w)
+    found = kernels.signed_extreme(w) if kernels is not None else None
+    if found is not None:
+        return found
     return np.take_along_axis(w, np.abs(w).argmax(axis=1)[:, None], axis=1)[:, 0]
 
 
@@ -46,15 +135,156 @@ def extremes(w: Floats) -> tuple[Floats, Floats]:
 
     -0 and +0 are equal: of both, `min` gives whichever comes first on one machine, or the last on another.
     """
+    kernels = kernels_for(w)
+    found = kernels.extremes(w) if kernels is not None else None
+    if found is not None:
+        return found
     least, greatest = (np.take_along_axis(w, at[:, None], axis=1)[:, 0] for at in (w.argmin(axis=1), w.argmax(axis=1)))
     return least, greatest
 
 
-def float16_scale(scale: Floats) -> Floats:
+def largest_magnitude(w: Floats) -> Floats:
+    """Of each row."""
+    return np.abs(signed_extreme(w))
+
+
+def nearest_codes(
+    element: Element,
+    w: Floats,
+    scale: Floats,
+    minimum: Floats | None = None,
+    zero: Floats | None = None,
+    ties: str = "even",
+) -> NDArray[np.uint8]:
+    """Codes [R, g] of the values nearest to (w - minimum) / scale + zero, with numbers [R] for each row.
+
+    ties: "even" is the element's own rule. Some formats have ggml's: of integers "up", or "away" from zero; of E2M1
+    "toward zero", without a negative zero.
+    """
+    kernels = kernels_for(w)
+    found = kernels.codes(element, w, scale, minimum, zero, ties) if kernels is not None else None
+    if found is not None:
+        return found
+    x = (w if minimum is None else w - minimum[:, None]) * reciprocal(scale)[:, None]
+    if zero is not None:
+        x = x + zero[:, None]
+    return _WITH_TIES[ties](x, element)
+
+
+def _up(x: Floats, element: Element) -> NDArray[np.uint8]:
+    assert isinstance(element, Integer)
+    return np.trunc(x + np.float32(0.5 + element.bias)).clip(0, 2**element.bits - 1).astype(np.uint8)
+
+
+def _away(x: Floats, element: Element) -> NDArray[np.uint8]:
+    whole = np.floor(np.abs(x))  # |x| + 0.5 would round up the float just below 0.5
+    codes = np.copysign(whole + np.floor(2 * (np.abs(x) - whole)), x)
+    return codes.astype(np.int8).view(np.uint8)
+
+
+def _toward_zero(x: Floats, element: Element) -> NDArray[np.uint8]:
+    assert element.bits == FP4.bits
+    magnitude = np.abs(x)
+    codes = np.zeros_like(x, np.uint8)
+    for middle in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0):
+        codes += magnitude > np.float32(middle)
+    return np.where((x < 0) & (codes > 0), codes | np.uint8(8), codes)
+
+
+_WITH_TIES: dict[str, Callable[[Floats, Element], NDArray[np.uint8]]] = {
+    "even": lambda x, element: element.encode(x),
+    "up": _up,
+    "away": _away,
+    "toward zero": _toward_zero,
+}
+
+
+# ---- what a format can store ---------------------------------------------------------------------------------------
+
+
+class AnyFloat:
+    """Float32."""
+
+    def __call__(self, x: Floats) -> Floats:
+        return x
+
+
+class Float16:
     """Rounded to float16, which is what most formats store."""
-    return scale.astype(np.float16).astype(np.float32)
+
+    def __call__(self, x: Floats) -> Floats:
+        return x.astype(np.float16).astype(np.float32)
 
 
+@dataclass(frozen=True)
+class E4m3Times:
+    """A byte times the scale of the tensor."""
+
+    factor: Floats
+
+    def codes(self, x: Floats) -> NDArray[np.uint8]:
+        return encode_e4m3(np.minimum(x * reciprocal(self.factor), np.float32(E4M3_MAX)))
+
+    def __call__(self, x: Floats) -> Floats:
+        return decode_e4m3(self.codes(x)) * self.factor
+
+
+@dataclass(frozen=True)
+class IntegerTimes:
+    """An integer from low to high times upper [R]."""
+
+    upper: Floats
+    low: int
+    high: int
+
+    def integers(self, x: Floats) -> Floats:
+        return np.rint(x * reciprocal(self.upper)).clip(self.low, self.high)
+
+    def __call__(self, x: Floats) -> Floats:
+        return self.integers(x) * self.upper
+
+
+class AtMostZero:
+    """The lesser of x and +0. Of -0 and +0, machines call one or the other the lesser."""
+
+    def __call__(self, x: Floats) -> Floats:
+        return np.where(x < 0, x, np.float32(0))
+
+
+@dataclass(frozen=True)
+class Separately:
+    """A rule for scales, and one for minimums."""
+
+    scale: Representable
+    minimum: Representable
+
+    def __call__(self, scale: Floats, minimum: Floats) -> Pair:
+        return self.scale(scale), self.minimum(minimum)
+
+
+@dataclass(frozen=True)
+class ZeroPoint:
+    """Float16 scales, and minimums that are a zero point times the scale: an integer from 0 to high, or a float16."""
+
+    integer: bool
+    high: float
+
+    def zero(self, scale: Floats, minimum: Floats) -> NDArray[Any]:
+        zero = -minimum * reciprocal(scale)
+        return np.clip(np.rint(zero), 0, self.high).astype(np.uint8) if self.integer else zero.astype(np.float16)
+
+    def __call__(self, scale: Floats, minimum: Floats) -> Pair:
+        scale = float16_scale(scale)
+        return scale, -scale * self.zero(scale, minimum).astype(np.float32)
+
+
+float16_scale = Float16()
+
+
+# ---- the search ----------------------------------------------------------------------------------------------------
+
+
+@cache
 def scale_factors(element: Element) -> list[float]:
     """The grid to try. Evenly spaced levels never gain from a much larger scale; few levels gain from a small one."""
     even = isinstance(element, (Integer, Signed))
@@ -62,15 +292,21 @@ def scale_factors(element: Element) -> list[float]:
     return list(np.linspace(low, 1.15 if even else 1.6, 16))
 
 
+@cache
 def range_factors(element: Element) -> list[float]:
     """The grid for a range that a minimum and a scale share out."""
     return list(np.linspace(0.5 if element.bits < 4 else 0.7, 1.05, 12))
 
 
-def _is_lopsided(element: Element) -> bool:
-    """Whether uneven levels are others from above: of two weights, the more important one chooses the sign."""
+@cache
+def opposite_factors(element: Element) -> list[float]:
+    """What to try for the weighted error only: scales of the other sign.
+
+    Where uneven levels are others from above, of two weights the more important one chooses the sign.
+    """
     uneven = not isinstance(element, (Integer, Signed))
-    return uneven and not np.array_equal(np.sort(element.values), np.sort(-element.values))
+    lopsided = uneven and not np.array_equal(np.sort(element.values), np.sort(-element.values))
+    return [-factor for factor in scale_factors(element)[1::3]] if lopsided else []
 
 
 class Search(NamedTuple):
@@ -98,6 +334,10 @@ class Search(NamedTuple):
 
         One has the least squared error, one the least weighted error: see :attr:`parts`.
         """
+        kernels = kernels_for(w)
+        native = kernels.scales(self, w, element, (start,), representable) if kernels is not None else None
+        if native is not None:
+            return [scale for (scale,) in native]
 
         def difference(scale: Floats) -> Floats:
             wrong = element.round(w * reciprocal(scale)[:, None])
@@ -108,8 +348,8 @@ class Search(NamedTuple):
         def fit(importance: Floats | None, scale: Floats) -> tuple[Floats]:
             levels = element.round(w * reciprocal(scale)[:, None])
             weighted = levels if importance is None else levels * importance
-            squares = _dot(weighted, levels)
-            fitted = _dot(weighted, w) * reciprocal(squares)
+            squares = dot(weighted, levels)
+            fitted = dot(weighted, w) * reciprocal(squares)
             return (representable(np.where(squares > 0, fitted, scale)),)
 
         def grid() -> Iterator[tuple[Floats]]:
@@ -118,8 +358,8 @@ class Search(NamedTuple):
                 yield from ((representable(start * np.float32(factor)),) for factor in scale_factors(element))
 
         def opposite() -> Iterator[tuple[Floats]]:
-            if self.thorough and _is_lopsided(element):
-                yield from ((representable(start * np.float32(-factor)),) for factor in scale_factors(element)[1::3])
+            if self.thorough:
+                yield from ((representable(start * np.float32(factor)),) for factor in opposite_factors(element))
 
         return [scale for (scale,) in self._best(grid(), opposite(), difference, fit)]
 
@@ -131,6 +371,10 @@ class Search(NamedTuple):
         Candidates shrink the range of the codes about its middle; each is then fitted to its codes by least squares,
         in both unknowns, twice.
         """
+        kernels = kernels_for(w)
+        native = kernels.scales(self, w, element, (scale, minimum), representable) if kernels is not None else None
+        if native is not None:
+            return [(d, m) for d, m in native]
         top = np.float32(element.high)
 
         def difference(scale: Floats, minimum: Floats) -> Floats:
@@ -143,11 +387,11 @@ class Search(NamedTuple):
         def fit(importance: Floats | None, scale: Floats, minimum: Floats) -> Pair:
             codes = element.round((w - minimum[:, None]) * reciprocal(scale)[:, None])
             if importance is None:
-                total, w_sum, code_sum, weighted = np.float32(w.shape[1]), w_total, codes.sum(axis=1), codes
+                total, w_sum, code_sum, weighted = np.float32(w.shape[1]), w_total, dot(codes, ones), codes
             else:
                 weighted = codes * importance
-                total, w_sum, code_sum = importance.sum(axis=1), _dot(w, importance), weighted.sum(axis=1)
-            squares, products = _dot(codes, weighted), _dot(w, weighted)
+                total, w_sum, code_sum = dot(importance, ones), dot(w, importance), dot(weighted, ones)
+            squares, products = dot(codes, weighted), dot(w, weighted)
             determinant = total * squares - code_sum * code_sum
             solvable = determinant > 0
             inverse = reciprocal(np.where(solvable, determinant, np.float32(0)))
@@ -161,7 +405,8 @@ class Search(NamedTuple):
                 shrunk = scale * np.float32(factor)
                 yield fit(None, shrunk, minimum + (scale - shrunk) * (top / 2))
 
-        w_total = w.sum(axis=1)
+        ones = np.ones_like(w)
+        w_total = dot(w, ones)
         return [(scale, minimum) for scale, minimum in self._best(grid(), (), difference, fit)]
 
     def _best(
@@ -199,14 +444,10 @@ class _Best:
 
     def consider(self, values: Values, wrong: Floats) -> None:
         """values: of the candidate, each [R]. wrong: what it leaves of the weights [R, g]."""
-        error = _dot(wrong, wrong) if self.importance is None else _dot(wrong * wrong, self.importance)
+        error = dot(wrong, wrong) if self.importance is None else dot(wrong * wrong, self.importance)
         if self.error is None:
             self.values, self.error = values, error
             return
         better = error < self.error
         self.values = tuple(np.where(better, new, old) for new, old in zip(values, self.values, strict=True))
         self.error = np.where(better, error, self.error)
-
-
-def _dot(a: Floats, b: Floats) -> Floats:
-    return np.einsum("rk,rk->r", a, b)

@@ -7,6 +7,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+import billfish.backends.cpu.backend  # noqa: F401  (provides the native search, and the floating-point mode)
 from billfish.backends import BACKENDS, Problem
 from billfish.core.arrays import FLOATS, Input, float_input
 from billfish.core.device_array import DeviceArray

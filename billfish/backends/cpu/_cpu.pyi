@@ -136,6 +136,62 @@ def run_experts(
     y: NDArray[Any],
 ) -> None: ...
 def add_outer(level: str, x: NDArray[Any], sums: NDArray[Any]) -> None: ...
+
+class SearchElement:
+    def __init__(
+        self,
+        kind: int,
+        bits: int,
+        bias: float,
+        values: list[float],
+        first_cell: float,
+        per_unit: float,
+        code_of_cell: list[int],
+        of_cell: list[float],
+    ) -> None: ...
+
+# Kind, numbers of the upper level, least and greatest integer, factor.
+SearchRule = tuple[int, NDArray[Any] | None, float, float, float]
+
+def search_scales(
+    level: str,
+    element: SearchElement,
+    w: NDArray[Any],
+    importance: NDArray[Any] | None,
+    scale: NDArray[Any],
+    minimum: NDArray[Any] | None,
+    scale_rule: SearchRule,
+    minimum_rule: SearchRule,
+    thorough: bool,
+    factors: list[float],
+    further: list[float],
+    found: NDArray[Any],
+) -> None: ...
+def encode(
+    level: str,
+    element: SearchElement,
+    ties: int,
+    w: NDArray[Any],
+    scale: NDArray[Any],
+    minimum: NDArray[Any] | None,
+    zero: NDArray[Any] | None,
+    codes: NDArray[Any],
+) -> None: ...
+def error_of_codes(
+    level: str,
+    values: NDArray[Any],
+    group_size: int,
+    w: NDArray[Any],
+    importance: NDArray[Any] | None,
+    codes: NDArray[Any],
+    scale: NDArray[Any] | None,
+    zero: NDArray[Any] | None,
+    minimum: NDArray[Any] | None,
+    error: NDArray[Any],
+) -> None: ...
+def extremes(level: str, w: NDArray[Any], least: NDArray[Any], greatest: NDArray[Any]) -> None: ...
+def signed_extreme(level: str, w: NDArray[Any], largest: NDArray[Any]) -> None: ...
+def dot(level: str, a: NDArray[Any], b: NDArray[Any], out: NDArray[Any]) -> None: ...
 def kept_bytes() -> int: ...
 def string_ends(data: NDArray[Any], ends: NDArray[Any]) -> int: ...
 def strings(data: NDArray[Any], ends: NDArray[Any]) -> list[str]: ...

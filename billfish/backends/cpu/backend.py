@@ -24,6 +24,7 @@ from billfish.backends.cpu.packed import (
     room_for_stream,
     rooms_for_streams,
 )
+from billfish.backends.cpu.search import NativeSearch
 from billfish.backends.cpu.source import byte_numbers, codes_of, prepack_fields, source_of
 from billfish.backends.cpu.tensors import from_tensors, to_tensors
 from billfish.backends.cpu.torch_threads import share_torch_threads
@@ -37,6 +38,7 @@ from billfish.core.formats.ggml import BlockFormat
 from billfish.core.formats.structure import structure_of
 from billfish.core.mixture import GATES, checked_ids, checked_routing
 from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.search import provide_kernels
 from billfish.core.storage import Array, Storage
 from billfish.core.tensor import QuantizedTensor
 
@@ -55,6 +57,9 @@ def choose_level() -> str:
         expected = f"a level that this machine supports: {', '.join(available)}"
         raise BackendUnavailable(bad_argument("cpu", "BILLFISH_ISA", repr(wanted), expected))
     return wanted
+
+
+provide_kernels(NativeSearch(choose_level))
 
 
 def set_threads(count: int) -> None:

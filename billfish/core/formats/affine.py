@@ -19,7 +19,7 @@ from billfish.core.arrays import bfloat16
 from billfish.core.elements import U4, U4B8, U8, U8B128
 from billfish.core.format import Format, GroupValues, Planes, register
 from billfish.core.formats.word_packing import ScaledWordFormat, WordFormat
-from billfish.core.search import Search, extremes, float16_scale, reciprocal
+from billfish.core.search import Search, Separately, ZeroPoint, extremes, float16_scale, nearest_codes
 from billfish.core.storage import Array, Storage, StoragePart
 
 Floats = NDArray[np.float32]
@@ -40,12 +40,7 @@ class ZeroPointFormat(WordFormat):
 
     def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
         zero_point = context["zero_point"]
-
-        def representable(scale: Floats, minimum: Floats) -> tuple[Floats, Floats]:
-            scale = float16_scale(scale)
-            return scale, -scale * self._zero(scale, minimum, zero_point).astype(np.float32)
-
-        found = search.scale_and_minimum(w, self.element, *self._range(w, zero_point), representable)
+        found = search.scale_and_minimum(w, self.element, *self._range(w, zero_point), self._rule(zero_point))
         return [self._planes(w, scale, minimum, zero_point) for scale, minimum in found]
 
     def _range(self, w: Floats, zero_point: str) -> tuple[Floats, Floats]:
@@ -59,17 +54,14 @@ class ZeroPointFormat(WordFormat):
         largest = np.maximum(np.abs(low), np.abs(high))
         return np.maximum((high - low) / steps, largest / np.float32(2**15)), low
 
-    def _zero(self, scale: Floats, minimum: Floats, zero_point: str) -> NDArray[Any]:
-        zero = -minimum * reciprocal(scale)
-        if zero_point == "integer":
-            return np.clip(np.rint(zero), 0, self.element.high).astype(np.uint8)
-        return zero.astype(np.float16)
+    def _rule(self, zero_point: str) -> ZeroPoint:
+        return ZeroPoint(zero_point == "integer", self.element.high)
 
     def _planes(self, w: Floats, scale: Floats, minimum: Floats, zero_point: str) -> Planes:
-        stored = scale.astype(np.float16)[:, None]
-        zero = self._zero(stored.astype(np.float32), minimum[:, None], zero_point)
-        codes = self.element.encode(w * reciprocal(stored.astype(np.float32)) + zero.astype(np.float32))
-        return {"codes": codes, "scale": stored, "zero": zero}
+        stored = float16_scale(scale)
+        zero = self._rule(zero_point).zero(stored, minimum)
+        codes = nearest_codes(self.element, w, stored, zero=zero.astype(np.float32))
+        return {"codes": codes, "scale": stored.astype(np.float16)[:, None], "zero": zero[:, None]}
 
 
 @register
@@ -146,9 +138,8 @@ class AffineFormat(Format):
         return self._planes(w, *self._range(w))
 
     def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
-        found = search.scale_and_minimum(
-            w, self.element, *self._range(w), lambda d, m: (float16_scale(d), float16_scale(m))
-        )
+        halves = Separately(float16_scale, float16_scale)
+        found = search.scale_and_minimum(w, self.element, *self._range(w), halves)
         return [self._planes(w, scale, minimum) for scale, minimum in found]
 
     def _range(self, w: Floats) -> tuple[Floats, Floats]:
@@ -156,9 +147,13 @@ class AffineFormat(Format):
         return (high - low) / np.float32(self.element.high), low
 
     def _planes(self, w: Floats, scale: Floats, minimum: Floats) -> Planes:
-        stored, least = scale.astype(np.float16)[:, None], minimum.astype(np.float16)[:, None]
-        codes = self.element.encode((w - least.astype(np.float32)) * reciprocal(stored.astype(np.float32)))
-        return {"codes": codes, "scale": stored, "minimum": least}
+        stored, least = float16_scale(scale), float16_scale(minimum)
+        codes = nearest_codes(self.element, w, stored, least)
+        return {
+            "codes": codes,
+            "scale": stored.astype(np.float16)[:, None],
+            "minimum": least.astype(np.float16)[:, None],
+        }
 
 
 @register

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from billfish.core.elements import FP4, Element
 from billfish.core.format import Format, GroupValues, Planes, register
 from billfish.core.formats.word_packing import ScaledWordFormat
-from billfish.core.scales import E4M3_MAX, decode_e4m3, decode_e8m0, encode_e4m3
-from billfish.core.search import Search, reciprocal
+from billfish.core.scales import E4M3_MAX, decode_e4m3, decode_e8m0
+from billfish.core.search import E4m3Times, Search, largest_magnitude, nearest_codes
 from billfish.core.storage import Array, Storage, StoragePart
 
 Floats = NDArray[np.float32]
@@ -70,6 +70,7 @@ class Mxfp4(MicroscaledFp4):
     block_size = 32
     layout = "u8 [N, K/2], u8 [N, K/32]"
     largest_power = 2  # the exponent of the element's largest value
+    ties = "toward zero"  # ggml's rule
 
     def group_values(self, planes: Planes) -> GroupValues:
         return GroupValues(decode_e8m0(planes["scale"]))
@@ -85,29 +86,17 @@ class Mxfp4(MicroscaledFp4):
 
     def _floor_code(self, w: Floats) -> NDArray[np.int32]:
         """The rule of OCP MX and of ggml: the largest power of two in the group, over the element's largest."""
-        largest = np.abs(w).max(axis=1)
+        largest = largest_magnitude(w)
         # log2 rounded to float32, as ggml takes it: an ulp below a power of two it already gives that power. By way of
         # float64 it is the same on every machine.
         exponent = np.floor(np.log2(largest.astype(np.float64)).astype(np.float32)) - self.largest_power
         return np.where(largest > 0, np.clip(exponent + 127, 0, 254), 0).astype(np.int32)
 
     def _planes(self, w: Floats, code: NDArray[np.int32]) -> Planes:
-        scale = code.astype(np.uint8)[:, None]
-        return {"codes": self._nearest(w * reciprocal(decode_e8m0(scale))), "scale": scale}
-
-    @staticmethod
-    def _nearest(x: Floats) -> NDArray[np.uint8]:
-        """Codes by ggml's rule: ties toward zero, and no negative zero."""
-        return nearest_e2m1(x)
-
-
-def nearest_e2m1(x: Floats) -> NDArray[np.uint8]:
-    """Codes of the nearest E2M1 by ggml's rule: ties toward zero, and no negative zero."""
-    magnitude = np.abs(x)
-    codes = np.zeros_like(x, np.uint8)
-    for middle in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0):
-        codes += magnitude > np.float32(middle)
-    return np.where((x < 0) & (codes > 0), codes | np.uint8(8), codes)
+        scale = code.astype(np.uint8)
+        element = FP4 if self.ties == "toward zero" else self.element
+        codes = nearest_codes(element, w, decode_e8m0(scale), ties=self.ties)
+        return {"codes": codes, "scale": scale[:, None]}
 
 
 @register
@@ -140,22 +129,17 @@ class Nvfp4(MicroscaledFp4):
         return {"global_scale": np.asarray(max(scale, np.float32(2.0**-120)), np.float32)}
 
     def round_groups(self, w: Floats, **context: Any) -> Planes:
-        global_scale = context["global_scale"]
-        return self._planes(w, np.abs(w).max(axis=1) / np.float32(6), global_scale)
+        return self._planes(w, self._start(w), E4m3Times(context["global_scale"]))
 
     def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
-        global_scale = context["global_scale"]
-
-        def representable(scale: Floats) -> Floats:
-            return decode_e4m3(self._scale_code(scale, global_scale)) * global_scale
-
-        start = np.abs(w).max(axis=1) / np.float32(6)
-        return [self._planes(w, scale, global_scale) for scale in search.scale(w, FP4, start, representable)]
+        rule = E4m3Times(context["global_scale"])
+        return [self._planes(w, scale, rule) for scale in search.scale(w, FP4, self._start(w), rule)]
 
     @staticmethod
-    def _scale_code(scale: Floats, global_scale: Floats) -> NDArray[np.uint8]:
-        return encode_e4m3(np.minimum(scale * reciprocal(global_scale), np.float32(E4M3_MAX)))
+    def _start(w: Floats) -> Floats:
+        return largest_magnitude(w) / np.float32(6)
 
-    def _planes(self, w: Floats, scale: Floats, global_scale: Floats) -> Planes:
-        stored = self._scale_code(scale, global_scale)[:, None]
-        return {"codes": FP4.encode(w * reciprocal(decode_e4m3(stored) * global_scale)), "scale": stored}
+    @staticmethod
+    def _planes(w: Floats, scale: Floats, rule: E4m3Times) -> Planes:
+        stored = rule.codes(scale)
+        return {"codes": nearest_codes(FP4, w, decode_e4m3(stored) * rule.factor), "scale": stored[:, None]}

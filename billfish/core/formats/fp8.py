@@ -19,7 +19,7 @@ from billfish.core.arrays import bfloat16
 from billfish.core.elements import FP8, Element
 from billfish.core.format import Format, GroupValues, Planes, register
 from billfish.core.formats.fp4 import Mxfp4
-from billfish.core.search import Search, reciprocal
+from billfish.core.search import AnyFloat, Search, largest_magnitude, nearest_codes
 from billfish.core.storage import Array, Storage, StoragePart
 
 Floats = NDArray[np.float32]
@@ -55,15 +55,15 @@ class FloatScaled(Format):
         return self._planes(w, self._smallest_scale(w))
 
     def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
-        scales = search.scale(w, self.element, self._smallest_scale(w), lambda scale: scale)
+        scales = search.scale(w, self.element, self._smallest_scale(w), AnyFloat())
         return [self._planes(w, scale) for scale in scales]
 
     def _smallest_scale(self, w: Floats) -> Floats:
         """The smallest scale at which nothing clips."""
-        return np.abs(w).max(axis=1) / np.float32(self.element.high)
+        return largest_magnitude(w) / np.float32(self.element.high)
 
     def _planes(self, w: Floats, scale: Floats) -> Planes:
-        return {"codes": self.element.encode(w * reciprocal(scale)[:, None]), "scale": scale[:, None]}
+        return {"codes": nearest_codes(self.element, w, scale), "scale": scale[:, None]}
 
 
 @register
@@ -88,7 +88,4 @@ class Mxfp8(ByteRows, Mxfp4):
     scale_types = (np.dtype(np.uint8),)
     layout = "u8 [N, K], u8 [N, K/32]"
     largest_power = 8
-
-    @staticmethod
-    def _nearest(x: Floats) -> NDArray[np.uint8]:
-        return FP8.encode(x)
+    ties = "even"

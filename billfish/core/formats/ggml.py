@@ -18,7 +18,15 @@ from billfish.core.elements import E2M1X2, IQ4NL, S8, U4, U4B8, U5, U5B16, Eleme
 from billfish.core.format import Format, GroupValues, Planes, register
 from billfish.core.formats.fp4 import GLOBAL_SCALE, Mxfp4, Nvfp4
 from billfish.core.scales import decode_e8m0_half, decode_ue4m3_half
-from billfish.core.search import Search, extremes, float16_scale, reciprocal, signed_extreme
+from billfish.core.search import (
+    Search,
+    Separately,
+    extremes,
+    float16_scale,
+    largest_magnitude,
+    nearest_codes,
+    signed_extreme,
+)
 from billfish.core.storage import Array, Storage, StoragePart
 
 Floats = NDArray[np.float32]
@@ -35,10 +43,16 @@ def unfold(packed: Array, width: int, bits: int) -> Array:
 
 def fold(fields: Array, width: int, bits: int) -> Array:
     """The inverse of :func:`unfold`; only the low `bits` of each field count."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    per_byte = 8 // bits
     *leading, count = fields.shape
-    runs = fields.reshape(*leading, count // (len(shifts) * width), len(shifts), width) & np.uint8(2**bits - 1)
-    return np.bitwise_or.reduce(runs << shifts[:, None], axis=-2).reshape(*leading, count // len(shifts))
+    # Several bytes at a time, as no bit leaves its byte.
+    word = np.dtype(f"<u{math.gcd(width, 8)}")
+    runs = fields.reshape(*leading, count // (per_byte * width), per_byte, width).view(word)
+    mask = np.frombuffer(bytes([2**bits - 1]) * word.itemsize, word)[0]
+    folded = runs[..., 0, :] & mask
+    for i in range(1, per_byte):
+        folded |= (runs[..., i, :] & mask) << word.type(i * bits)
+    return np.ascontiguousarray(folded).view(np.uint8).reshape(*leading, count // per_byte)
 
 
 class BlockFormat(Format):
@@ -120,16 +134,18 @@ def describe_struct(struct: np.dtype[Any]) -> str:
     return ", ".join(fields)
 
 
-def round_up(x: Floats, element: Element) -> NDArray[np.uint8]:
-    """The codes of the nearest values. Between two integers ties go up, as ggml's do; other elements have a rule."""
-    if not isinstance(element, Integer):
-        return element.encode(x)
-    middle = np.float32(0.5 + element.bias)
-    return np.trunc(x + middle).clip(0, 2**element.bits - 1).astype(np.uint8)
+def ggml_ties(element: Element) -> str:
+    """Between two integers ties go up, as ggml's do; other elements have a rule."""
+    return "up" if isinstance(element, Integer) else "even"
 
 
 class ScaledBlock(BlockFormat):
     """element[code] * d."""
+
+    @property
+    def plain_ties(self) -> str:
+        """How plain rounding breaks ties."""
+        return ggml_ties(self.element)
 
     def group_values(self, planes: Planes) -> GroupValues:
         return GroupValues(planes["scale"].astype(np.float32))
@@ -138,7 +154,7 @@ class ScaledBlock(BlockFormat):
         scales = search.scale(w, self.element, self._scale(w), float16_scale)
         return [
             {
-                "codes": self.element.encode(w * reciprocal(scale)[:, None]),
+                "codes": nearest_codes(self.element, w, scale),
                 "scale": scale.astype(np.float16)[:, None],
             }
             for scale in scales
@@ -150,8 +166,9 @@ class ScaledBlock(BlockFormat):
 
     def round_groups(self, w: Floats, **context: Any) -> Planes:
         # The codes follow the scale before it is rounded to float16: bit for bit what ggml does.
-        scale = self._scale(w)[:, None]
-        return {"codes": round_up(w * reciprocal(scale), self.element), "scale": scale.astype(np.float16)}
+        scale = self._scale(w)
+        codes = nearest_codes(self.element, w, scale, ties=self.plain_ties)
+        return {"codes": codes, "scale": scale.astype(np.float16)[:, None]}
 
 
 class MinimumBlock(BlockFormat):
@@ -168,20 +185,19 @@ class MinimumBlock(BlockFormat):
         return (high - low) / np.float32(self.element.high), low
 
     def round_groups(self, w: Floats, **context: Any) -> Planes:
-        scale, minimum = (x[:, None] for x in self._range(w))
+        scale, minimum = self._range(w)
         return {
-            "codes": round_up((w - minimum) * reciprocal(scale), self.element),
-            "scale": scale.astype(np.float16),
-            "minimum": minimum.astype(np.float16),
+            "codes": nearest_codes(self.element, w, scale, minimum, ties=ggml_ties(self.element)),
+            "scale": scale.astype(np.float16)[:, None],
+            "minimum": minimum.astype(np.float16)[:, None],
         }
 
     def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
-        found = search.scale_and_minimum(
-            w, self.element, *self._range(w), lambda d, m: (float16_scale(d), float16_scale(m))
-        )
+        halves = Separately(float16_scale, float16_scale)
+        found = search.scale_and_minimum(w, self.element, *self._range(w), halves)
         return [
             {
-                "codes": self.element.encode((w - minimum[:, None]) * reciprocal(scale)[:, None]),
+                "codes": nearest_codes(self.element, w, scale, minimum),
                 "scale": scale.astype(np.float16)[:, None],
                 "minimum": minimum.astype(np.float16)[:, None],
             }
@@ -231,16 +247,10 @@ class Q8_0(ScaledBlock):
     struct = np.dtype([("d", "<f2"), ("qs", "u1", 32)])
     code_fields = (("qs", 1, 8),)
 
-    def _scale(self, w: Floats) -> Floats:
-        return np.abs(w).max(axis=1) / np.float32(127)
+    plain_ties = "away"
 
-    def round_groups(self, w: Floats, **context: Any) -> Planes:
-        scale = self._scale(w)[:, None]
-        scaled = w * reciprocal(scale)
-        # Ties away from zero, as ggml; |x| + 0.5 would round up the float just below 0.5.
-        whole = np.floor(np.abs(scaled))
-        codes = np.copysign(whole + np.floor(2 * (np.abs(scaled) - whole)), scaled)
-        return {"codes": codes.astype(np.int8).view(np.uint8), "scale": scale.astype(np.float16)}
+    def _scale(self, w: Floats) -> Floats:
+        return largest_magnitude(w) / np.float32(127)
 
 
 @register

@@ -14,7 +14,19 @@ from numpy.typing import NDArray
 from billfish.core.elements import IQ4NL, U2, U3B4, U4, U5, U6B32
 from billfish.core.format import GroupValues, Planes, register
 from billfish.core.formats.ggml import BlockFormat, fold, unfold
-from billfish.core.search import Pair, Search, extremes, float16_scale, reciprocal, signed_extreme
+from billfish.core.search import (
+    AnyFloat,
+    AtMostZero,
+    IntegerTimes,
+    Search,
+    Separately,
+    dot,
+    extremes,
+    float16_scale,
+    nearest_codes,
+    reciprocal,
+    signed_extreme,
+)
 from billfish.core.storage import Array
 
 Floats = NDArray[np.float32]
@@ -33,9 +45,7 @@ def share_upper(per_block: Floats, integer: int) -> Floats:
     return np.repeat(upper, per_block.shape[1])
 
 
-def _at_most_zero(x: Floats) -> Floats:
-    """The lesser of x and +0. Of -0 and +0, machines call one or the other the lesser."""
-    return np.where(x < 0, x, np.float32(0))
+_at_most_zero = AtMostZero()
 
 
 class TwoLevelMinimum(BlockFormat):
@@ -57,10 +67,7 @@ class TwoLevelMinimum(BlockFormat):
 
     def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
         groups, search = w.reshape(-1, self.group_sizes[0]), search.over(self.group_sizes[0])
-
-        def negative(scale: Floats, minimum: Floats) -> Pair:
-            return scale, _at_most_zero(minimum)
-
+        negative = Separately(AnyFloat(), _at_most_zero)
         # First what each group wants, free of the others; then again, among what the block's d and dmin can give.
         wanted = search.scale_and_minimum(groups, self.element, *self._range(groups), negative)
         return [self._search_shared(w, *pair, part) for pair, part in zip(wanted, search.parts, strict=True)]
@@ -68,10 +75,7 @@ class TwoLevelMinimum(BlockFormat):
     def _search_shared(self, w: Floats, scale: Floats, minimum: Floats, search: Search) -> Planes:
         groups = w.reshape(len(scale), -1)
         upper = [self._upper(w, scale), self._upper(w, minimum)]
-
-        def shared(scale: Floats, minimum: Floats) -> Pair:
-            return self._lower(scale, upper[0]) * upper[0], self._lower(minimum, upper[1]) * upper[1]
-
+        shared = Separately(*(IntegerTimes(u, 0, self.sub_limit) for u in upper))
         ((scale, minimum),) = search.scale_and_minimum(groups, self.element, scale, minimum, shared)
         planes = self._planes(w, scale, minimum, upper)
         refitted = self._refit(w, planes, upper, search.importance)
@@ -86,7 +90,7 @@ class TwoLevelMinimum(BlockFormat):
         # w = d * steps + u * minimums with two unknowns; u is upper_minimum, so negative.
         v = np.ones_like(groups) if importance is None else importance.reshape(groups.shape)
         ss, sm, mm, ws, wm = (
-            np.einsum("rgk,rgk->r", a * v, b)
+            dot((a * v).reshape(w.shape), b.reshape(w.shape))
             for a, b in ((steps, steps), (steps, minimums), (minimums, minimums), (groups, steps), (groups, minimums))
         )
         determinant = ss * mm - sm * sm
@@ -110,7 +114,7 @@ class TwoLevelMinimum(BlockFormat):
 
     def _lower(self, wanted: Floats, upper: Floats) -> Floats:
         """The integer of each group under its block's `upper`."""
-        return np.rint(wanted * reciprocal(upper)).clip(0, self.sub_limit)
+        return IntegerTimes(upper, 0, self.sub_limit).integers(wanted)
 
     def _planes(self, w: Floats, scale: Floats, minimum: Floats, upper: list[Floats] | None = None) -> Planes:
         upper_scale, upper_minimum = upper or [self._upper(w, scale), self._upper(w, minimum)]
@@ -118,7 +122,7 @@ class TwoLevelMinimum(BlockFormat):
         # The values as they will be decoded; upper_minimum is negative, dmin is not.
         scale, minimum = upper_scale * sub_scale, upper_minimum * sub_minimum
         groups = w.reshape(len(scale), -1)
-        codes = self.element.encode((groups - minimum[:, None]) * reciprocal(scale)[:, None])
+        codes = nearest_codes(self.element, groups, scale, minimum)
         rows = len(w)
         return {
             "codes": codes.reshape(w.shape),
@@ -148,13 +152,13 @@ class TwoLevelScaled(BlockFormat):
         size = self.group_sizes[0]
         groups, search = w.reshape(-1, size), search.over(size)
         # First what each group wants, free of the others; then again, among what the block's d can give.
-        wanted = search.scale(groups, self.element, self._signed_scale(groups), lambda scale: scale)
+        wanted = search.scale(groups, self.element, self._signed_scale(groups), AnyFloat())
         return [self._search_shared(w, scale, part) for scale, part in zip(wanted, search.parts, strict=True)]
 
     def _search_shared(self, w: Floats, scale: Floats, search: Search) -> Planes:
         upper = self._upper(w, scale)
         groups = w.reshape(-1, self.group_sizes[0])
-        (found,) = search.scale(groups, self.element, scale, lambda scale: self._lower(scale, upper) * upper)
+        (found,) = search.scale(groups, self.element, scale, self._rule(upper))
         return self._planes(w, found, upper)
 
     def _signed_scale(self, groups: Floats) -> Floats:
@@ -165,13 +169,13 @@ class TwoLevelScaled(BlockFormat):
         """d for each group, equal within a block: the same rule one level up."""
         return share_upper(scale.reshape(len(w), -1), self.sub_range[0])
 
-    def _lower(self, scale: Floats, upper: Floats) -> Floats:
-        return np.rint(scale * reciprocal(upper)).clip(*self.sub_range)
+    def _rule(self, upper: Floats) -> IntegerTimes:
+        return IntegerTimes(upper, *self.sub_range)
 
     def _planes(self, w: Floats, scale: Floats, upper: Floats) -> Planes:
-        sub_scale = self._lower(scale, upper)
+        sub_scale = self._rule(upper).integers(scale)
         groups = w.reshape(len(scale), -1)
-        codes = self.element.encode(groups * reciprocal(upper * sub_scale)[:, None])
+        codes = nearest_codes(self.element, groups, upper * sub_scale)
         rows = len(w)
         stored = (sub_scale + self.sub_bias).astype(np.uint8 if self.sub_bias else np.int8)
         return {

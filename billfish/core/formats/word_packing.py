@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.core.format import Format, GroupValues, Planes
-from billfish.core.search import Search, float16_scale, reciprocal
+from billfish.core.search import Search, extremes, float16_scale, nearest_codes
 from billfish.core.storage import Array, Storage, StoragePart
 
 Floats = NDArray[np.float32]
@@ -94,8 +94,9 @@ class ScaledWordFormat(WordFormat):
     def _smallest_scale(self, w: Floats) -> Floats:
         """The smallest scale at which nothing clips: amax/6 for E2M1; integers reach one step further below zero."""
         low, high = np.float32(self.element.low), np.float32(self.element.high)
-        return np.abs(np.maximum(w.max(axis=1) / high, w.min(axis=1) / low))  # a group of zeros has +0, never -0
+        least, greatest = extremes(w)
+        return np.abs(np.maximum(greatest / high, least / low))  # a group of zeros has +0, never -0
 
     def _planes(self, w: Floats, scale: Floats) -> Planes:
-        stored = scale.astype(np.float16)[:, None]
-        return {"codes": self.element.encode(w * reciprocal(stored.astype(np.float32))), "scale": stored}
+        stored = float16_scale(scale)
+        return {"codes": nearest_codes(self.element, w, stored), "scale": stored.astype(np.float16)[:, None]}

@@ -12,10 +12,11 @@
 #include "layout/prepack.h"
 
 struct billfish::DecoderKernels {};  // nobody decodes here
+struct billfish::SearchKernels {};   // nor quantizes
 
 using namespace billfish;
 
-// dequantize.cpp, level_gates.cpp and level_decoder.cpp are not needed here.
+// dequantize.cpp, level_gates.cpp, level_search.cpp and level_decoder.cpp are not needed here.
 #define WITHOUT_THE_REST(level_name)                                                     \
   namespace level_name {                                                                 \
   extern const Level level;                                                              \
@@ -25,6 +26,8 @@ using namespace billfish;
   void open_gate(const float*, const float*, Gate, int64_t, float*) {}                   \
   extern const DecoderKernels decoder_kernels;                                           \
   const DecoderKernels decoder_kernels{};                                                \
+  extern const SearchKernels search_kernels;                                             \
+  const SearchKernels search_kernels{};                                                  \
   }
 WITHOUT_THE_REST(portable)
 WITHOUT_THE_REST(avx512_vnni)

@@ -30,6 +30,7 @@ namespace billfish {
 void bind_decoder(nb::module_& module);
 void bind_experts(nb::module_& module);
 void bind_rates(nb::module_& module);
+void bind_search(nb::module_& module);
 }  // namespace billfish
 
 namespace {
@@ -325,5 +326,6 @@ NB_MODULE(_cpu, module) {
   bind_decoder(module);
   bind_experts(module);
   bind_rates(module);
+  bind_search(module);
   default_threads();  // looked at now, and then seldom: see threads.h
 }

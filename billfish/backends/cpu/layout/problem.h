@@ -165,6 +165,7 @@ struct Storage {
 };
 
 struct DecoderKernels;  // decoder/decoder.h
+struct SearchKernels;   // search/problem.h
 
 // The kernels of one ISA level. Each multiplies rows [first, last) of tiles and writes those columns of y [m, n].
 struct Level {
@@ -196,6 +197,7 @@ struct Level {
   float (*fma_rounds)(int64_t rounds);
   double dot_operations, fma_operations;
   const DecoderKernels* decoder;
+  const SearchKernels* search;
 };
 
 // The values of a small table and so much more are unsigned, and below 32.

@@ -20,6 +20,7 @@ void dequantize_rows(const billfish::Storage&, void* out, int type, int64_t firs
 void dequantize_words(const billfish::Storage&, void* out, int type, int64_t first, int64_t last);
 void read_codes(const billfish::Storage&, int64_t row, int64_t first, int64_t count, uint8_t* codes);
 extern const billfish::DecoderKernels decoder_kernels;
+extern const billfish::SearchKernels search_kernels;
 
 }  // namespace BILLFISH_REST
 
@@ -32,7 +33,7 @@ extern const billfish::Level level;
 constexpr billfish::Level level = {
     NAME_OF(BILLFISH_ISA), TILE_ROWS, VECTOR_BYTES, LANES, HIGH_FLIP, SIGNED_BIAS, SMALL_TABLES, quantize_row, lanes_of_x, start_stride, fill_starts, exact_in_digits, lay_out_row,
     multiply8, multiply_exact, BILLFISH_REST::multiply_floats, BILLFISH_REST::open_gate, BILLFISH_REST::dequantize_rows, BILLFISH_REST::dequantize_words, BILLFISH_REST::read_codes,
-    read_all, dot_rounds, fma_rounds, DOT_OPERATIONS, FMA_OPERATIONS, &BILLFISH_REST::decoder_kernels,
+    read_all, dot_rounds, fma_rounds, DOT_OPERATIONS, FMA_OPERATIONS, &BILLFISH_REST::decoder_kernels, &BILLFISH_REST::search_kernels,
 };
 
 }  // namespace BILLFISH_ISA
