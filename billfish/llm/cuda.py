@@ -136,6 +136,10 @@ class CudaDecoder(Decoder):
         )
         raise DataError(bad_argument(call, "activations", repr(activations), f"{expected}, on {self._gpu.name}"))
 
+    @property
+    def pages(self) -> SequencePool:
+        return self._pool
+
     def check_device(self) -> None:
         check_device(self._ordinal)
 

@@ -1,34 +1,48 @@
-"""What a sequence keeps on a GPU: keys and values in pages of 64 positions, and the states of recurrent layers."""
+"""What a sequence keeps on a GPU: keys and values in pages of 64 positions, and the states of recurrent layers.
+
+Pages are taken when they are needed. Sequences that begin alike share full pages, by a count of holders; the last one,
+which is not full, is copied. A sequence that goes back into a shared page gets a copy before it writes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import RLock
 
-from billfish.backends.cuda.driver import Buffer, OutOfMemory, Stream, check, current, driver, free_bytes, synchronize
+from billfish.backends.cuda.driver import Buffer, OutOfMemory, Stream, check, current, driver, free_bytes
 from billfish.backends.cuda.step_memory import PAGE
 from billfish.core.errors import ModelError, failure
 from billfish.llm.cuda_blocks import PageTable, SequenceLayout
 from billfish.llm.cuda_states import SequenceStates, StatePool
-from billfish.llm.kv_cache import Cache
+from billfish.llm.kv_cache import Cache, NoRoom, PageCounts, PagedMemory
 from billfish.models.description import Model
 
 SLAB_BYTES = 1 << 26  # that are allocated at once, at least
+LEFT_BYTES, LEFT_SHARE = 1 << 30, 10  # of free memory, for steps: so many bytes, or a tenth, but at most half of it
 KEPT_PAGES = 4  # before a window, so that a sequence can be cut back a little
 
 
-class NoRoom(ModelError, MemoryError):
-    """The device's memory ends before a KV cache does."""
+class Budget:
+    """What all pools may take of a device. limit: None is as much as there is."""
+
+    def __init__(self) -> None:
+        self.limit: int | None = None
+        self.taken = 0
+
+    def left(self, page_bytes: int) -> int | None:
+        """How many pages of a size may still be taken."""
+        return None if self.limit is None else max(0, self.limit - self.taken) // page_bytes
 
 
 class PagePool:
     """Pages of one size. Memory, once taken from the device, stays in the pool."""
 
-    def __init__(self, page_bytes: int, ordinal: int) -> None:
-        self.page_bytes, self._ordinal = page_bytes, ordinal
+    def __init__(self, page_bytes: int, ordinal: int, budget: Budget) -> None:
+        self.page_bytes, self._ordinal, self._budget = page_bytes, ordinal, budget
         self._lock = RLock()  # a cache that is collected in the middle of `take` gives its pages back in there
         self._slabs: list[Buffer] = []
         self._free: list[int] = []
+        self._others: dict[int, int] = {}  # of pages that several sequences have: how many, beside the first
 
     def take(self, count: int) -> list[int]:
         """The addresses of so many pages."""
@@ -38,18 +52,57 @@ class PagePool:
                 self._grow(missing)
             return [self._free.pop() for _ in range(count)]
 
-    def give(self, pages: Sequence[int]) -> None:
+    def share(self, pages: Sequence[int]) -> None:
+        """One sequence more has these pages."""
         with self._lock:
-            self._free += pages
+            for page in pages:
+                self._others[page] = self._others.get(page, 0) + 1
+
+    def is_shared(self, page: int) -> bool:
+        return page in self._others
+
+    def give(self, pages: Sequence[int]) -> None:
+        """A sequence has these pages no more."""
+        with self._lock:
+            for page in pages:
+                others = self._others.pop(page, 0)
+                if others == 0:
+                    self._free.append(page)
+                elif others > 1:
+                    self._others[page] = others - 1
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody has."""
+        return len(self._free)
+
+    @property
+    def shared(self) -> int:
+        return len(self._others)
+
+    @property
+    def used(self) -> int:
+        """Pages that somebody has."""
+        return sum(slab.nbytes // self.page_bytes for slab in self._slabs) - len(self._free)
+
+    def fill(self, pages: int) -> None:
+        """Take memory for so many pages, used and free ones together."""
+        missing = pages - self.used - self.free
+        if missing > 0:
+            with self._lock:
+                self._grow(missing)
 
     def _grow(self, missing: int) -> None:
-        pages = max(missing, SLAB_BYTES // self.page_bytes)
-        for count in dict.fromkeys((pages, missing)):
+        pages, left = max(missing, SLAB_BYTES // self.page_bytes), self._budget.left(self.page_bytes)
+        if left is not None and left < missing:
+            raise NoRoom(f"The KV cache is full: there is no room for {missing * PAGE} more positions.")
+        for count in dict.fromkeys((pages if left is None else min(pages, left), missing)):
             try:
                 slab = Buffer(count * self.page_bytes, self._ordinal)
             except OutOfMemory:
                 continue
             self._slabs.append(slab)
+            self._budget.taken += slab.nbytes
             self._free += [slab.pointer + i * self.page_bytes for i in range(count)]
             return
         needed, free = missing * self.page_bytes / 1e9, free_bytes(self._ordinal) / 1e9
@@ -59,7 +112,7 @@ class PagePool:
         )
 
 
-class SequencePool:
+class SequencePool(PagedMemory):
     """The pages of a model, a pool for each table of its layout.
 
     stream: where all that reads and writes them is launched, by whoever holds `steps`. The pool keeps it: a cache may
@@ -68,8 +121,38 @@ class SequencePool:
 
     def __init__(self, layout: SequenceLayout, stream: Stream, steps: RLock) -> None:
         self.layout, self.stream, self.steps = layout, stream, steps
-        self.pools = [PagePool(table.page_bytes, stream.ordinal) for table in layout.tables]
+        self.budget = Budget()
+        self.pools = [PagePool(table.page_bytes, stream.ordinal, self.budget) for table in layout.tables]
         self.states = StatePool(layout.state_bytes, stream) if layout.state_bytes else None
+
+    def limit(self, nbytes: int, positions: int) -> int:
+        free = free_bytes(self.stream.ordinal)
+        left = min(max(LEFT_BYTES, free // LEFT_SHARE), free // 2)
+        self.budget.limit = min(nbytes, self.budget.taken + free - left)
+        for table, pool in zip(self.layout.tables, self.pools, strict=True):
+            pool.fill(pool.used + pages_kept(table, pages_for(positions)))
+        return self.budget.limit
+
+    def bytes_for(self, positions: int) -> int:
+        return sum(pages_kept(table, pages_for(positions)) * table.page_bytes for table in self.layout.tables)
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(pool.used * pool.page_bytes for pool in self.pools)
+
+    @property
+    def has_states(self) -> bool:
+        return self.states is not None
+
+    def counts(self) -> PageCounts:
+        left = self.budget.left(max(1, sum(pool.page_bytes for pool in self.pools))) or 0
+        used, shared, free = (sum(getattr(pool, name) for pool in self.pools) for name in ("used", "shared", "free"))
+        return PageCounts(used, shared, free + left * len(self.pools))
+
+    def fits(self, pages: Sequence[int]) -> bool:
+        """Whether so many pages of each pool can be taken."""
+        needed = sum(max(0, n - pool.free) * pool.page_bytes for n, pool in zip(pages, self.pools, strict=True))
+        return self.budget.limit is None or self.budget.taken + needed <= self.budget.limit
 
 
 class PageList:
@@ -93,21 +176,64 @@ class PageList:
             self.pages += self._spare
             self._spare = []
 
-    def expect(self, start: int, count: int) -> None:
-        """Positions from `start` on are about to come; those before it that they attend to stay."""
-        self.hold(self.first_needed(start), pages_for(start + count))
+    def missing(self, start: int, positions: int, count: int) -> int:
+        """How many pages `reserve` and `expect` would take, for a step of `count` rows from position `start` on."""
+        first, end = self.first_needed(start), pages_for(start + count)
+        held, own = len(self._spare) + sum(map(bool, self.pages)), self.pages[first:end]
+        shared = sum(map(self._pool.is_shared, self.pages[start // PAGE : end]))
+        more = max(0, self._kept(pages_for(positions)) - held)
+        if self.table.window:
+            more = max(more, max(0, end - first) - sum(map(bool, own)) - len(self._spare))
+        return more + shared
+
+    def expect(self, start: int, count: int) -> list[tuple[int, int]]:
+        """Positions from `start` on are about to come; those before it that they attend to stay. Returns pages that
+        must be copied before: to, from."""
+        end = pages_for(start + count)
+        self.hold(self.first_needed(start), end)
+        copies = []
+        for i in range(start // PAGE, min(end, len(self.pages))):
+            page = self.pages[i]
+            if self._pool.is_shared(page):
+                [self.pages[i]] = self._pool.take(1)
+                if start > i * PAGE:
+                    copies.append((self.pages[i], page))
+                self._pool.give([page])
+        return copies
+
+    def share(self, other: PageList, positions: int) -> list[tuple[int, int]]:
+        """Have the pages of the first positions of another sequence, and no others. Returns copies as `expect`."""
+        self.give_back()
+        first, full, end = self.first_needed(positions), positions // PAGE, pages_for(positions)
+        shared = other.pages[first:full]
+        self._pool.share(shared)
+        self.pages = [*[0] * min(first, full), *shared]
+        if full == end:
+            return []
+        self.pages += self._pool.take(1)
+        return [(self.pages[full], other.pages[full])]
+
+    def trim(self, positions: int) -> None:
+        """Give back the pages behind so many positions."""
+        end = pages_for(positions)
+        self._pool.give([page for page in (*self.pages[end:], *self._spare) if page])
+        del self.pages[end:]
+        self._spare, self._range = [], (0, 0)
 
     def hold(self, first: int, end: int) -> None:
         """Have the pages [first, end). Of those before them a few stay, and others are free."""
         if not self.table.window or (first, end) == self._range:
             return
-        gone = max(0, first - KEPT_PAGES)
-        free = [*self._spare, *filter(None, self.pages[:gone])]
-        self.pages[:gone] = [0] * min(gone, len(self.pages))
-        self.pages += [0] * (end - len(self.pages))
-        missing = [i for i in range(first, end) if not self.pages[i]]
+        before = min(max(0, first - KEPT_PAGES), len(self.pages))
+        gone = [page for page in self.pages[:before] if page]
+        shared = [page for page in gone if self._pool.is_shared(page)]  # others still read them
+        free = [*self._spare, *(page for page in gone if page not in shared)]
+        missing = [i for i in range(first, end) if i >= len(self.pages) or not self.pages[i]]
         if len(missing) > len(free):
-            free += self._pool.take(len(missing) - len(free))
+            free += self._pool.take(len(missing) - len(free))  # or nothing has changed
+        self._pool.give(shared)
+        self.pages[:before] = [0] * before
+        self.pages += [0] * (end - len(self.pages))
         for i in missing:
             self.pages[i] = free.pop()
         surplus = max(0, len(free) + sum(map(bool, self.pages)) - self._kept(len(self.pages)))
@@ -126,10 +252,11 @@ class PageList:
         return self._kept(pages_for(capacity)) * self.table.page_bytes
 
     def _kept(self, pages: int) -> int:
-        return min(pages, pages_for(self.table.window) + 1 + KEPT_PAGES) if self.table.window else pages
+        return pages_kept(self.table, pages)
 
     def give_back(self) -> None:
-        self._pool.give([page for page in (*self.pages, *self._spare) if page])
+        """Have no page."""
+        self.trim(0)
 
 
 class CudaCache(Cache):
@@ -181,7 +308,24 @@ class CudaCache(Cache):
     def expect(self, count: int) -> None:
         """So many rows are about to come behind the tokens that are there. There is room for them."""
         for pages in self.lists:
-            pages.expect(len(self.tokens), count)
+            self._copy(pages, pages.expect(len(self.tokens), count))
+
+    def fits(self, positions: int, count: int, spare: int) -> bool:
+        start, more = len(self.tokens), pages_for(spare)
+        return self._pool.fits([pages.missing(start, positions, count) + more for pages in self.lists])
+
+    def make_room(self, positions: int, count: int) -> None:
+        with self.lock:
+            self.reserve(positions)
+            self.expect(count)
+
+    def trim(self) -> None:
+        with self.lock:
+            for pages in self.lists:
+                pages.trim(len(self.tokens))
+            self._capacity = pages_for(len(self.tokens)) * PAGE
+            if self.states is not None:
+                self.states.forget_behind(len(self.tokens))
 
     def like(self, capacity: int) -> CudaCache:
         return CudaCache(self.config, self._pool, capacity)
@@ -191,24 +335,41 @@ class CudaCache(Cache):
             positions = self.states.restorable(positions)
         return positions if all(pages.holds(positions) for pages in self.lists) else 0
 
+    def begin_as(self, other: Cache, positions: int) -> None:
+        first, second = sorted((self, other), key=id)
+        with first.lock, second.lock:
+            self.tokens.clear()
+            self.copy_positions(other, positions)
+            self.tokens += other.tokens[:positions]
+
     def copy_positions(self, other: Cache, positions: int) -> None:
+        """Share them. The room that was there before stays."""
         assert isinstance(other, CudaCache)
-        pool = self._pool
-        with pool.steps, current(pool.stream.ordinal):
-            stream = pool.stream.pointer
-            for own, theirs in zip(self.lists, other.lists, strict=True):
-                first = own.first_needed(positions)
-                end = pages_for(positions)
-                own.hold(first, end)
-                for to, source in zip(own.pages[first:end], theirs.pages[first:end], strict=True):
-                    check(driver().cuMemcpyDtoDAsync(to, source, own.table.page_bytes, stream), "copying a page")
-            if self.states is not None and other.states is not None:
+        capacity, self._capacity = self._capacity, 0
+        for own, theirs in zip(self.lists, other.lists, strict=True):
+            self._copy(own, own.share(theirs, positions))
+        if self.states is not None and other.states is not None:
+            with self._pool.steps, current(self._pool.stream.ordinal):
                 self.states.copy(other.states, positions)
-            synchronize(stream)
+        self.reserve(max(positions, capacity))
+
+    def _copy(self, pages: PageList, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy pages, behind whatever was launched."""
+        if not copies:
+            return
+        stream = self._pool.stream
+        with self._pool.steps, current(stream.ordinal):
+            for to, source in copies:
+                check(driver().cuMemcpyDtoDAsync(to, source, pages.table.page_bytes, stream.pointer), "copying a page")
 
     def __del__(self) -> None:
         for pages in getattr(self, "lists", ()):
             pages.give_back()
+
+
+def pages_kept(table: PageTable, pages: int) -> int:
+    """How many of the first pages of a sequence stay."""
+    return min(pages, pages_for(table.window) + 1 + KEPT_PAGES) if table.window else pages
 
 
 def pages_for(positions: int) -> int:

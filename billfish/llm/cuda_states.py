@@ -113,6 +113,10 @@ class SequenceStates:
         self._copy(self._before.address, self.address)
         return True
 
+    def forget_behind(self, position: int) -> None:
+        """Drop checkpoints of later positions."""
+        self.checkpoints, self._before = [each for each in self.checkpoints if each.position <= position], None
+
     def copy(self, other: SequenceStates, length: int) -> None:
         """Be behind the first `length` positions of another sequence, which can go on there."""
         self._restore(other, length)

@@ -10,7 +10,7 @@ import numpy as np
 
 from billfish.core.errors import DataError, ModelError, ShapeError, bad_argument, failure
 from billfish.core.typing import Activations, CacheType
-from billfish.llm.kv_cache import Cache, Floats, shared_length
+from billfish.llm.kv_cache import Cache, Floats, PagedMemory, shared_length
 from billfish.llm.model_weights import ModelTensors
 from billfish.llm.sampler import Sampler
 
@@ -34,6 +34,11 @@ class Decoder(ABC):
         self.nbytes = 0  # of weights, as they are held in memory
         self.message_ends: frozenset[int] = frozenset()  # tokens that end a message of a conversation
         self.separator = -1  # the token between the texts of a pair
+
+    @property
+    def pages(self) -> PagedMemory | None:
+        """What caches take pages from, where they do not have their memory to themselves."""
+        return None
 
     @abstractmethod
     def pack(self, under_way: Callable[[], object]) -> None:

@@ -4,16 +4,55 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import DataError, bad_argument
+from billfish.core.errors import DataError, ModelError, bad_argument
 from billfish.models.description import Model
 
 Floats = NDArray[np.float32]
 MOST_POSITIONS = 1 << 30
+
+
+class NoRoom(ModelError, MemoryError):
+    """Memory ends before a KV cache does."""
+
+
+class PageCounts(NamedTuple):
+    """Pages of all KV caches. shared: of the used ones, those that several sequences have. free: that can be taken."""
+
+    used: int
+    shared: int
+    free: int
+
+
+class PagedMemory(ABC):
+    """Pages that all caches of a model take from, and give back to."""
+
+    @abstractmethod
+    def limit(self, nbytes: int, positions: int) -> int:
+        """From now on take at most `nbytes` of the device, and leave some of it. There is room for one sequence of so
+        many positions at least, or NoRoom is raised. Returns the limit."""
+
+    @abstractmethod
+    def bytes_for(self, positions: int) -> int:
+        """Bytes of a sequence that shares nothing."""
+
+    @property
+    @abstractmethod
+    def bytes_held(self) -> int:
+        """Of pages in caches, each page once."""
+
+    @property
+    @abstractmethod
+    def has_states(self) -> bool:
+        """Whether a cache has recurrent states beside its pages, which it takes when it is made."""
+
+    @abstractmethod
+    def counts(self) -> PageCounts:
+        """How the pages are used."""
 
 
 class Cache(ABC):
@@ -57,6 +96,17 @@ class Cache(ABC):
         """How many of the first `positions` tokens the sequence can go on behind: all of them, or fewer where the state
         of a layer cannot be cut back to any position."""
         return positions
+
+    def fits(self, positions: int, count: int, spare: int) -> bool:
+        """Whether `make_room` has memory, and would leave some for `spare` positions more."""
+        return True
+
+    def make_room(self, positions: int, count: int) -> None:
+        """Take memory for so many positions, and for a step that feeds `count` tokens. Raises NoRoom if it ends."""
+        self.reserve(positions)
+
+    def trim(self) -> None:  # noqa: B027  # of most devices, a cache keeps its room
+        """Give back memory behind the tokens that are there."""
 
     def rollback(self, positions: int) -> int:
         """Keep the first `positions` tokens, or as many of them as are `restorable`. Returns how many."""

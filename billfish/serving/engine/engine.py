@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -22,26 +23,30 @@ from billfish.core.errors import DataError, DeviceLost, ModelError, bad_argument
 from billfish.core.typing import Activations
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.grammar import CompiledGrammar, Grammar, Vocabulary
+from billfish.llm.kv_cache import NoRoom
 from billfish.llm.model import Model
 from billfish.llm.sampler import Sampling, Scored
 from billfish.serving.engine.grammar_compiler import GrammarCompiler, start_thread
 from billfish.serving.engine.jobs import Answer, Embedding, Job, OnToken, Scoring
-from billfish.serving.engine.kv_slots import SMALLEST, Slots, cuts_for
+from billfish.serving.engine.kv_slots import PAGE, SMALLEST, Slots, cuts_for
 from billfish.serving.engine.requests import EngineCounts, QueueFull, Request, ServerClosing, Ticket
 from billfish.serving.engine.scheduler import PromptsInReading, share_out
 
 LOG = logging.getLogger("billfish.serving")
 CALL = "serving.Engine"
 USUAL_CONTEXT = 4096
+FULL = "The KV cache has no room for this request. Shorten it, or start the server with a shorter context."
 
 
 class Engine:
     """Answers requests of many users with one model.
 
     streams: so many answers run at once. context: positions that each may have with its prompt; None: the model's, at
-    most 4096. The keys and values of all streams are set aside at once: `counts().cache_bytes_bound`. queue: so many
-    requests may wait for a stream. activations: as in :meth:`billfish.llm.Model.generate`. With "exact", a request gets
-    the tokens that `generate` gives it alone, whatever runs beside it.
+    most 4096. queue: so many requests may wait for a stream. cache_tokens: that the KV caches of all streams hold
+    together; None: as many as all streams can have, or on a GPU as there is memory for. Where that ends, the request
+    that came last is preempted: it waits, is read again when another one has ended, and goes on.
+    activations: as in :meth:`billfish.llm.Model.generate`. With "exact", a request gets the tokens that `generate`
+    gives it alone, whatever runs beside it.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Engine:
         streams: int = 8,
         context: int | None = None,
         queue: int = 64,
+        cache_tokens: int | None = None,
         activations: Activations | None = None,
     ) -> None:
         decoder = model.decoder
@@ -62,18 +68,23 @@ class Engine:
             ("streams", streams, 1, None),
             ("context", self.context, 1, decoder.config.context),
             ("queue", queue, 0, None),
+            ("cache_tokens", self.context if cache_tokens is None else cache_tokens, self.context, None),
         ):
             if value < least or (most is not None and value > most):
                 expected = f"{least} or more" if most is None else f"{least} to {most}"
                 raise DataError(bad_argument(CALL, name, value, expected))
         self._cuts = cuts_for(decoder, self._activations)
         try:
-            self._slots = Slots(decoder, streams, self.context, self._cuts, exact=self._activations == "exact")
+            exact = self._activations == "exact"
+            self._slots = Slots(decoder, streams, self.context, self._cuts, exact=exact, tokens=cache_tokens)
         except (MemoryError, ModelError) as error:  # a GPU's cache raises the latter
             said = str(error).removeprefix("llm.generate: ").rstrip(".")
             why = f" ({said})" if said else ""
             problem = f"out of memory: the KV cache of {streams} streams of {self.context} tokens does not fit{why}"
             raise DataError(failure(CALL, problem, "Lower --streams or --context.")) from None
+        # Rows of an answer have their own bits, unlike those of a prompt. What was said before does not change.
+        self._rows_again = decoder.rows_alike("exact") if exact else decoder.chunk
+        self._full = False  # whether nothing was given back since memory ended
         self._grammars = GrammarCompiler(Vocabulary(model.tokenizer, decoder.config.vocabulary))
         self._changed = Condition()  # held for what follows
         self._waiting: list[Job] = []
@@ -99,7 +110,8 @@ class Engine:
         matcher = None if request.grammar is None else request.grammar.matcher()
         ticket = Ticket(len(request.prompt), self._wake)
         ends, cuts = self.model.tokenizer.ends, self._cuts
-        self._put(Answer(request, on_token, ticket, ends, matcher, cuts, context=self.context))
+        bounds = {"context": self.context, "rows_again": self._rows_again}
+        self._put(Answer(request, on_token, ticket, ends, matcher, cuts, **bounds))
         return ticket
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
@@ -237,10 +249,7 @@ class Engine:
     def _step(self) -> None:
         self._end_cancelled()
         self._start_waiting()
-        jobs, decoder = list(self._running), self._decoder
-        decoding = sum(job.decodes for job in jobs)
-        budget = min(decoder.prefill_budget(decoding), decoder.chunk - SMALLEST - decoding)  # it may be exceeded a bit
-        parts = share_out(jobs, budget, self._cuts.smallest)
+        jobs, parts = self._plan()
         reading = [job for job in parts if not job.decodes]
         self._answer({job: part for job, part in parts.items() if isinstance(job, Answer)})
         for job in reading:
@@ -254,6 +263,35 @@ class Engine:
         for job in reading:
             if isinstance(job, Embedding) and job.between_texts and not job.finished:
                 self._wait_again(job)
+
+    def _plan(self) -> tuple[list[Job], dict[Job, int]]:
+        """All that runs, and how many tokens each job is fed in this step. There is memory for them: where it ends, who
+        came last is preempted."""
+        decoder = self._decoder
+        while True:
+            jobs = list(self._running)
+            decoding = sum(job.decodes for job in jobs)
+            budget = min(decoder.prefill_budget(decoding), decoder.chunk - SMALLEST - decoding)
+            parts = share_out(jobs, budget, self._cuts.smallest)
+            if all(self._slots.make_room(job.slot, job.position + part + 1, part) for job, part in parts.items()):
+                return jobs, parts
+            if len(jobs) > 1:
+                self._preempt(jobs[-1])
+            else:
+                jobs[0].end("failed", FULL)
+                self._remove(jobs)
+
+    def _preempt(self, job: Job) -> None:
+        """Take the memory of a request, which waits and goes on later. It is before all that came after it."""
+        with self._changed:
+            self._running.remove(job)
+            self._slots.give_back(job.slot, keep=False)
+            insort(self._waiting, job, key=lambda job: job.number)
+            self._counts.preemptions += 1
+            self._full = True
+        if isinstance(job, Answer):
+            self._in_reading.remove(job)
+        job.restart()
 
     def _answer(self, parts: dict[Answer, int]) -> None:
         """Feed so many tokens of each text, and choose the next one where nothing is left."""
@@ -290,6 +328,7 @@ class Engine:
                     if isinstance(job, Answer):
                         self._in_reading.remove(job)
                     self._slots.give_back(job.slot, keep=isinstance(job, Answer) and job.finished != "failed")
+                    self._full = False
             self._waiting = [job for job in self._waiting if job not in gone]
             self._running = [job for job in self._running if job not in gone]
         for job in jobs:
@@ -297,7 +336,7 @@ class Engine:
 
     def _wait_again(self, job: Embedding) -> None:
         with self._changed:
-            job.between_texts, job.number = False, next(self._numbers)
+            job.between_texts, job.number, job.started, self._full = False, next(self._numbers), False, False
             self._running.remove(job)
             self._slots.give_back(job.slot, keep=False)
             self._waiting.append(job)
@@ -305,18 +344,20 @@ class Engine:
     def _start_waiting(self) -> None:
         """In order. A prompt that begins like one that is being read waits for that one; others pass it."""
         with self._changed:
-            waiting, free = list(self._waiting), self._slots.free
-        if not waiting or not free:
+            waiting, free, running = list(self._waiting), self._slots.free, len(self._running)
+        if not waiting or not free or (self._full and running):
             return
+        self._full = False
         self._slots.note_growth()
         started = set[Job]()
         for job in waiting:
-            if len(started) == free:
+            if len(started) == free or self._full:
                 break
             with _failing([job]):
                 if not (isinstance(job, Answer) and self._is_being_read(job)):
-                    self._start(job)
-                    started.add(job)
+                    self._full = not self._start(job, running + len(started))
+                    if not self._full:
+                        started.add(job)
         with self._changed:
             self._waiting = [job for job in self._waiting if job not in started]
             self._running = sorted([*self._running, *started], key=lambda job: job.number)
@@ -328,15 +369,28 @@ class Engine:
             return True
         return self._in_reading.has_more_of(job, self._slots.reuse(job.prompt, job.hashes))
 
-    def _start(self, job: Job) -> None:
-        if not isinstance(job, Answer):
-            job.slot = self._slots.take()
-        else:
-            job.slot = self._slots.take(job.prompt, job.hashes, job.tenant)
+    def _start(self, job: Job, running: int) -> bool:
+        """Give a request a slot, if there is memory for its text, and for all that run to go on for a while."""
+        slots, slot = self._slots, None
+        with suppress(NoRoom):
+            slot = slots.take(job.prompt, job.hashes, job.tenant) if isinstance(job, Answer) else slots.take()
+        if slot is None or not slots.make_room(slot, len(job.text) + 1, 0, running * PAGE):
+            if slot is not None:
+                slots.give_back(slot, keep=False)
+            if not running:
+                raise NoRoom(FULL)
+            return False
+        job.slot = slot
+        cached = job.position
+        if not job.started:
+            job.started = True
+            self._counts.prompt_tokens += len(job.prompt)
+            self._counts.cached_tokens += cached
+            if isinstance(job, Answer):
+                job.ticket.cached_tokens = cached
+        if isinstance(job, Answer):
             self._in_reading.add(job)
-            job.ticket.cached_tokens = len(job.slot.cache.tokens)
-            self._counts.cached_tokens += job.ticket.cached_tokens
-        self._counts.prompt_tokens += len(job.prompt)
+        return True
 
 
 @contextmanager

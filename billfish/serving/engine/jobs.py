@@ -31,6 +31,7 @@ class Job(ABC):
 
     slot: Slot
     number = -1
+    started = False  # before, so that it goes on after a preemption
 
     def __init__(self, prompt: list[int], cuts: Cuts) -> None:
         self.prompt, self.text = prompt, prompt
@@ -38,9 +39,14 @@ class Job(ABC):
         self._cuts = cuts
 
     @property
+    def position(self) -> int:
+        """How many tokens of the text the cache holds."""
+        return len(self.slot.cache.tokens)
+
+    @property
     def left(self) -> int:
         """Tokens of the text that the cache does not hold. When all are fed, the next token can be chosen."""
-        return len(self.text) - len(self.slot.cache.tokens)
+        return len(self.text) - self.position
 
     @property
     def decodes(self) -> bool:
@@ -49,16 +55,19 @@ class Job(ABC):
 
     def part(self, share: int) -> int:
         """How many tokens are fed next, if about `share` are this prompt's share."""
-        return self._cuts.part(len(self.slot.cache.tokens), len(self.prompt), share)
+        return self._cuts.part(self.position, len(self.prompt), share)
 
     def tokens(self, count: int) -> list[int]:
         """The tokens that are fed next."""
-        start = len(self.slot.cache.tokens)
+        start = self.position
         return self.text[start : start + count]
 
     def was_fed(self) -> None:
         """What the slot holds has been read as a prompt is, up to the answer."""
-        self.slot.read = min(len(self.slot.cache.tokens), self._cuts.body(len(self.prompt)))
+        self.slot.read = min(self.position, self._cuts.body(len(self.prompt)))
+
+    def restart(self) -> None:  # noqa: B027  # an answer has all that it needs in its text
+        """The cache was taken away: the text is read again from its beginning."""
 
     @property
     @abstractmethod
@@ -91,11 +100,13 @@ class Answer(Job):
         cuts: Cuts,
         *,
         context: int,
+        rows_again: int,
     ) -> None:
-        """ends: tokens that end answers."""
+        """ends: tokens that end answers. rows_again: tokens of an answer that are fed at once, if it is read again."""
         super().__init__(list(request.prompt), cuts)
         self.text = list(self.prompt)
         self.hashes = block_hashes(self.prompt, cuts.smallest, request.tenant)
+        self._rows_again = rows_again
         self.ticket, self.tenant = ticket, request.tenant
         self.sampler = RequestSampler(request.sampling, request.prompt, matcher, request.logprobs)
         self._on_token, self._ends = on_token, ends
@@ -112,6 +123,12 @@ class Answer(Job):
     @property
     def decodes(self) -> bool:
         return len(self.text) > len(self.prompt) and self.left == 1
+
+    def part(self, share: int) -> int:
+        """Of the answer itself, too, when it is read again after a preemption."""
+        if self.position < len(self.prompt):
+            return super().part(share)
+        return min(self.left, share, self._rows_again)
 
     def take(self, token: int) -> None:
         """The next token of the answer."""
@@ -193,6 +210,9 @@ class Embedding(Job):
         else:
             self.prompt = self.text = self._texts[len(self._vectors)]
             self.between_texts = True
+
+    def restart(self) -> None:
+        self._hidden = []
 
     def _result(self, hidden: NDArray[np.float32]) -> Any:
         """What a text's hidden states [tokens, hidden] become."""

@@ -91,7 +91,8 @@ class EngineCounts:
     """What an engine has done since it began, and what it does now.
 
     cache_bytes: KV cache that is held, for answers that run and for prompts to come. cache_bytes_bound: what it never
-    exceeds; it is set aside at the start. finished: answers by `REASONS`.
+    exceeds. preemptions: how often a request lost its memory to those before it, and went on later. finished: answers
+    by `REASONS`.
     """
 
     running: int = 0
@@ -103,4 +104,5 @@ class EngineCounts:
     cache_bytes: int = 0
     cache_bytes_bound: int = 0
     refused: int = 0
+    preemptions: int = 0
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
