@@ -210,7 +210,24 @@ def server_limits() -> str:
         ["stop strings", f"{detokenizer.MOST_STOPS}, of {detokenizer.LONGEST_STOP:,} characters each", "400"],
         ["entries of `logit_bias`", f"{settings.MOST_BIASES:,}", "400"],
         ["CPU time of a chat template", f"{chat_template_process.SECONDS} s", "400"],
-        ["a JSON schema", "[its own limits](serving-api.md)", "400"],
+        *([f"JSON schema: {what}", f"{most:,}", "400"] for what, most in grammar.LIMITS.items()),
+        [
+            "JSON schema: time to compile",
+            f"{grammar_process.CPU_SECONDS} s of a CPU, {grammar_process.WALL_SECONDS} s",
+            "400",
+        ],
+        [
+            "JSON schema: memory, stack",
+            f"{grammar_process.MEMORY_BYTES // mib} MiB, {grammar_process.STACK_BYTES // mib} MiB",
+            "400",
+        ],
+        ["JSON schemas that wait", f"{grammar_compiler.QUEUE}, for {grammar_compiler.QUEUE_SECONDS:g} s", "429"],
+        ["grammar: states of the lexer", f"{grammar_process.LEXER_STATES:,}", "the answer ends with an error"],
+        [
+            "grammar: work for one token",
+            f"{grammar_process.STEP_ITEMS:,} items, {grammar_process.STEP_FUEL:,} steps of the lexer",
+            "the answer ends with an error",
+        ],
         ["responses that are kept", f"{openai_responses.MOST_STORED}, {openai_responses.MOST_BYTES // mib} MiB", "404"],
     ]
     return table([["what", "at most", "more gives"], *rows])

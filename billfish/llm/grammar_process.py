@@ -26,6 +26,8 @@ CPU_SECONDS = 2  # an ordinary schema takes 2 ms, one with 2,000 optional proper
 WALL_SECONDS = 6
 MEMORY_BYTES = 64 * 2**20  # beyond the vocabulary
 STACK_BYTES = 4 * 2**20  # much less than the threads of the server have, which compile the schema after us
+# While an answer is generated: states of the lexer, and what one token may cost in the thread of the engine.
+LEXER_STATES, STEP_ITEMS, STEP_FUEL = 50_000, 50_000, 100_000
 ERROR_LENGTH = 500
 LARK = "%llguidance {}"  # what a grammar begins with that is no JSON schema
 # Bounded white space: small models would otherwise write it for ever. Unknown keywords are errors, and "x-guidance" in
@@ -80,7 +82,9 @@ def build(library: Any, tokenizer: Any, schema: str) -> Any:
         source = library.LLMatcher.grammar_from_lark(schema)
     else:
         source = library.LLMatcher.grammar_from_json_schema(schema, overrides=OPTIONS)
-    limits = library.LLParserLimits(verbose_errors=False)
+    limits = library.LLParserLimits(
+        max_lexer_states=LEXER_STATES, step_max_items=STEP_ITEMS, step_lexer_fuel=STEP_FUEL, verbose_errors=False
+    )
     matcher = library.LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
