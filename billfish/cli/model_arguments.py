@@ -107,6 +107,31 @@ def load_model(call: str, arguments: argparse.Namespace, path: str | None) -> Mo
     return load_quickly(path, arguments.device, arguments.quantize, check)
 
 
+def add_lora_argument(parser: argparse.ArgumentParser, name: str) -> None:
+    """name: what NAME is for."""
+    parser.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        type=_named_folder,
+        metavar="NAME=FOLDER",
+        help=f"LoRA adapter in peft's layout, on the CPU, and the {name}; may be repeated (default: none)",
+    )
+
+
+def _named_folder(text: str) -> tuple[str, str]:
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise argparse.ArgumentTypeError(f"expected NAME=FOLDER, not {text!r}")
+    return name, folder
+
+
+def load_adapters(model: Model, named: list[tuple[str, str]]) -> None:
+    """Those of `add_lora_argument`."""
+    for name, folder in named:
+        model.load_adapter(name, folder)
+
+
 def load_quickly(path: str | None, device: str, quantize: str | None, check: CheckDecoder | None = None) -> Model:
     """As `load`. A vocabulary is a hundred thousand objects and no garbage: nobody need look for some meanwhile."""
     gc.disable()

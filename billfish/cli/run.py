@@ -13,7 +13,14 @@ import sys
 import time
 from typing import TextIO
 
-from billfish.cli.model_arguments import add_model_arguments, load_model, load_quickly, set_threads
+from billfish.cli.model_arguments import (
+    add_lora_argument,
+    add_model_arguments,
+    load_adapters,
+    load_model,
+    load_quickly,
+    set_threads,
+)
 from billfish.core.errors import DataError, ModelError, bad_argument, readable
 from billfish.core.files import read_text
 from billfish.core.terminal import Style
@@ -69,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draft several tokens a step on the CPU, for the same answer: ngram (look-up in the prompt and answer), "
         "the GGUF file or folder of a small model with the same vocabulary, or off (default: off)",
     )
+    add_lora_argument(parser, "name of it; the last one answers")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else (default: off)")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
@@ -129,6 +137,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.raw:
         start_process()
     model = load_model("run", arguments, path)
+    load_adapters(model, arguments.lora)
     if not arguments.raw and model.template is None:
         raise ModelError(f"run: {readable(model.config.name)} has no chat template. Pass --raw to continue the prompt.")
     if arguments.context is not None and not 1 <= arguments.context <= model.config.context:
@@ -244,6 +253,7 @@ def _generate(
         draft=a.draft,
         activations=a.activations,
         cache=cache,
+        adapter=a.lora[-1][0] if a.lora else None,
         **with_defaults(sampling_defaults(model), {name: getattr(a, name) for name in SETTINGS}),  # type: ignore[arg-type]
     )
 

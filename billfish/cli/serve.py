@@ -7,7 +7,14 @@ import ipaddress
 import logging
 import signal
 
-from billfish.cli.model_arguments import add_model_arguments, load_model, model_of, set_threads
+from billfish.cli.model_arguments import (
+    add_lora_argument,
+    add_model_arguments,
+    load_adapters,
+    load_model,
+    model_of,
+    set_threads,
+)
 from billfish.core.errors import BillfishError
 from billfish.core.extras import folder_of
 from billfish.llm.chat_template import start_process
@@ -49,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="name of the model in the API (default: name of the folder, or of the file without its extension)",
     )
+    add_lora_argument(parser, "name that requests choose it by")
     parser.add_argument(
         "--api-key",
         action="append",
@@ -107,6 +115,7 @@ def run(arguments: argparse.Namespace) -> None:
         set_threads("serve", arguments.threads)
         start_process()
         model = load_model("serve", arguments, path)
+        load_adapters(model, arguments.lora)
         engine = Engine(
             model,
             streams=arguments.streams,

@@ -25,6 +25,7 @@ from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import Activations, CacheType
+from billfish.llm.adapters import AdaptedMatrix
 from billfish.llm.decoder_base import Decoder, Passage
 from billfish.llm.kv_cache import Cache, Floats
 from billfish.llm.model_weights import CALL, ExpertTensor, ModelTensors, Tensor
@@ -212,6 +213,9 @@ class CpuDecoder(Decoder):
         """Where the time has gone since the model was loaded, by part of a layer."""
         return self._native.seconds()
 
+    def add_adapter(self, parts: Sequence[AdaptedMatrix]) -> int:
+        return self._native.add_adapter([tuple(part) for part in parts])
+
     def cache(self, capacity: int = 256) -> CpuCache:
         return CpuCache(self.config, capacity, self.cache_type)
 
@@ -373,6 +377,10 @@ class CpuCache(Cache):
         self.type: CacheType = type
         shapes = [_state_shape(block, i) for i, block in enumerate(config.blocks)]
         self.state = _cpu.SequenceState(shapes, type == "float16", capacity)
+
+    def adapt(self, adapter: int) -> None:
+        super().adapt(adapter)
+        self.state.adapter = adapter
 
     @property
     def capacity(self) -> int:

@@ -8,8 +8,9 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
-from billfish.core.errors import DataError, ModelError, ShapeError, bad_argument, failure
+from billfish.core.errors import BackendUnavailable, DataError, ModelError, ShapeError, bad_argument, failure
 from billfish.core.typing import Activations, CacheType
+from billfish.llm.adapters import AdaptedMatrix
 from billfish.llm.kv_cache import Cache, Floats, PagedMemory, shared_length
 from billfish.llm.model_weights import ModelTensors
 from billfish.llm.sampler import Sampler
@@ -53,6 +54,12 @@ class Decoder(ABC):
     def about(self) -> str:
         """The same, and what else a run depends on."""
         return self.kernels
+
+    def add_adapter(self, parts: Sequence[AdaptedMatrix]) -> int:
+        """A LoRA adapter for caches that are given its number; see :meth:`billfish.llm.kv_cache.Cache.adapt`."""
+        raise BackendUnavailable(
+            failure("llm.load_adapter", f"{self.device} has no kernels for LoRA adapters", "Pass device='cpu'.")
+        )
 
     @abstractmethod
     def cache(self, capacity: int = 256) -> Cache:

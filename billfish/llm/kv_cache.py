@@ -14,6 +14,7 @@ from billfish.models.description import Model
 
 Floats = NDArray[np.float32]
 MOST_POSITIONS = 1 << 30
+NO_ADAPTER = -1
 
 
 class NoRoom(ModelError, MemoryError):
@@ -69,6 +70,19 @@ class Cache(ABC):
         self.config = config
         self.lock = RLock()
         self.tokens: list[int] = []
+        self._adapter = NO_ADAPTER
+
+    @property
+    def adapter(self) -> int:
+        """The adapter of the decoder whose keys and values these are."""
+        return self._adapter
+
+    def adapt(self, adapter: int) -> None:
+        """Compute with another adapter from now on. What the cache holds is of no use to it."""
+        with self.lock:
+            if adapter != self._adapter:
+                self.rollback(0)
+                self._adapter = adapter
 
     @property
     @abstractmethod
@@ -121,6 +135,7 @@ class Cache(ABC):
         first, second = sorted((self, other), key=id)  # in one order in all threads
         with first.lock, second.lock:
             self.tokens.clear()
+            self.adapt(other.adapter)
             self.reserve(positions)
             self.copy_positions(other, positions)
             self.tokens += other.tokens[:positions]

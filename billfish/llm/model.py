@@ -33,6 +33,7 @@ from billfish.core.extras import folder_of
 from billfish.core.files import path_of
 from billfish.core.progress import OnProgress, follow
 from billfish.core.typing import Activations, CacheType, Method
+from billfish.llm.adapters import read_adapter
 from billfish.llm.chat_template import RESERVED, ChatTemplate, Message
 from billfish.llm.control_names import ControlNames
 from billfish.llm.decoder_base import Decoder
@@ -41,7 +42,7 @@ from billfish.llm.drafting.draft_model import ModelDrafter, check_vocabulary
 from billfish.llm.drafting.drafter import Drafter
 from billfish.llm.drafting.ngram import NgramDrafter
 from billfish.llm.generation import Generation, generate_batch
-from billfish.llm.kv_cache import Cache
+from billfish.llm.kv_cache import NO_ADAPTER, Cache
 from billfish.llm.model_files import open_source
 from billfish.llm.model_weights import Convert, ExpertTensor, ModelTensors, Tensor
 from billfish.llm.pooling import Pooler
@@ -120,6 +121,7 @@ class Model:
             tokenizer: list[Future[Tokenizer]] = []  # the vocabulary is read while native threads pack the weights
             self.decoder.pack(lambda: tokenizer.append(pool.submit(source.tokenizer)))
             self.tokenizer = tokenizer[0].result()
+        self.adapters: dict[str, int] = {}
         self.decoder.message_ends, self.decoder.separator = self.tokenizer.ends, self.tokenizer.separator
 
     @cached_property
@@ -153,6 +155,7 @@ class Model:
         activations: Activations | None = None,
         raw: bool = False,
         cache: Cache | None = None,
+        adapter: str | None = None,
         **unknown: NoReturn,
     ) -> Generation:
         """Answer a prompt. Returns the whole answer, with `text`, `tokens` and `finish_reason`.
@@ -177,6 +180,7 @@ class Model:
         GPU, "fp8" and "q8" round the activations of the prompt to 8 bits.
         raw: continue a text prompt as it is, without the chat template.
         cache: from :meth:`cache`. It keeps the KV cache, so that the next call prefills only what differs.
+        adapter: the name of a LoRA adapter, from :meth:`load_adapter`.
 
         Raises DataError for a wrong setting and ModelError for a prompt that the model cannot take.
 
@@ -187,7 +191,7 @@ class Model:
         """
         penalties, bias = (presence_penalty, frequency_penalty, repetition_penalty), logit_bias or {}
         sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, bias, CALL)
-        how = stop, logprobs, response_format, chat_template_kwargs, draft, activations, raw, cache
+        how = stop, logprobs, response_format, chat_template_kwargs, draft, activations, raw, cache, adapter
         return self._start(prompt, max_tokens, sampling, unknown, *how).finish()
 
     def stream(
@@ -212,6 +216,7 @@ class Model:
         activations: Activations | None = None,
         raw: bool = False,
         cache: Cache | None = None,
+        adapter: str | None = None,
         **unknown: NoReturn,
     ) -> Generation:
         """Answer a prompt piece by piece. Arguments and errors are those of :meth:`generate`.
@@ -227,7 +232,7 @@ class Model:
         """
         penalties, bias = (presence_penalty, frequency_penalty, repetition_penalty), logit_bias or {}
         sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, bias, CALL)
-        how = stop, logprobs, response_format, chat_template_kwargs, draft, activations, raw, cache
+        how = stop, logprobs, response_format, chat_template_kwargs, draft, activations, raw, cache, adapter
         return self._start(prompt, max_tokens, sampling, unknown, *how)
 
     def generate_batch(
@@ -287,12 +292,13 @@ class Model:
         activations: Activations | None,
         raw: bool,
         cache: Cache | None,
+        adapter: str | None,
     ) -> Generation:
         """Check all settings and encode the prompt. Nothing is decoded yet."""
         self.decoder.check_answers(CALL)
         checked = self.decoder.check_activations(CALL, activations, self.decoder.usual)
         _check_settings(CALL, self.generate, max_tokens, unknown)
-        grammar = None
+        grammar, cache = None, self._adapted(CALL, cache, adapter)
         if response_format is not None:
             from billfish.llm.grammar import compile_grammar, read_response_format  # few programs need it
 
@@ -311,6 +317,34 @@ class Model:
             grammar=grammar,
             drafter=self._drafter(draft, checked),
         )
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Load a LoRA adapter in peft's layout, for `adapter=name` of :meth:`generate`, on the CPU.
+
+        name: a new one. folder: with adapter_config.json and adapter_model.safetensors. Adapters of attention and of
+        dense feed-forward parts are computed; the weights stay as they are. Raises ModelError for another adapter.
+
+            >>> model = bf.llm.load("model.gguf")
+            >>> model.adapters
+            {}
+        """
+        if not isinstance(name, str) or not name or name in self.adapters:
+            raise DataError(bad_argument("llm.load_adapter", "name", repr(name), "a name that no adapter has yet"))
+        parts = read_adapter(path_of("llm.load_adapter", folder), self.decoder.tensors)
+        self.adapters[name] = self.decoder.add_adapter(parts)
+
+    def _adapted(self, call: str, cache: Cache | None, adapter: str | None) -> Cache | None:
+        """A cache for a sequence with this adapter."""
+        if adapter is not None and adapter not in self.adapters:
+            known = ", ".join(self.adapters) or "none is loaded"
+            raise DataError(bad_argument(call, "adapter", repr(adapter), f"a name of load_adapter ({known})"))
+        number = NO_ADAPTER if adapter is None else self.adapters[adapter]
+        if cache is None and number == NO_ADAPTER:
+            return None
+        cache = self.cache() if cache is None else cache
+        self.decoder.check_cache(call, cache)
+        cache.adapt(number)
+        return cache
 
     def _drafter(self, draft: str | Model | None, activations: Activations | None) -> Drafter | None:
         """What drafts the tokens of one answer. Raises where drafted rows would change it."""
@@ -415,10 +449,13 @@ class Model:
         guarded = self._control_names.guarded
         return self.tokenizer.encode(self.template.render(guarded(messages), **guarded(extra)))
 
-    def logits(self, tokens: Sequence[int], *, activations: Activations | None = None) -> NDArray[np.float32]:
+    def logits(
+        self, tokens: Sequence[int], *, activations: Activations | None = None, adapter: str | None = None
+    ) -> NDArray[np.float32]:
         """Return the logits after each token: [tokens, vocabulary].
 
         tokens: ids, at least one. activations: as in :meth:`generate`; None is the most exact that the device has.
+        adapter: as in :meth:`generate`.
         Raises ModelError for tokens that are not in the vocabulary, or more than the context holds.
 
             >>> model = bf.llm.load("model.gguf")
@@ -426,7 +463,7 @@ class Model:
             True
         """
         self.decoder.check_answers("llm.logits")
-        hidden = self.hidden(tokens, activations, "llm.logits")
+        hidden = self.hidden(tokens, activations, "llm.logits", adapter)
         return self.decoder.logits(hidden, activations or self.decoder.exact)
 
     def embed_text(self, text: str, *, activations: Activations | None = None) -> NDArray[np.float32]:
@@ -448,21 +485,38 @@ class Model:
         """Return how well a text answers a query, from 0 to 1, by a model whose classifier has one output.
 
         activations: as in :meth:`logits`. Raises ModelError for other models: compare vectors of :meth:`embed_text`.
+
+            >>> model = bf.llm.load("model.gguf")
+            >>> try:
+            ...     model.rank("ab", "b")
+            ... except bf.ModelError as error:
+            ...     print("no classifier" in str(error))
+            True
         """
         self.check_ranks("llm.rank")
         tokens = self.tokenizer.encode_pair(query, text)
         return self.relevance(self.pool(self.hidden(tokens, activations, "llm.rank")))
 
     def check_ranks(self, call: str) -> None:
-        """Raise ModelError unless the model rates pairs of texts."""
+        """Raise ModelError unless the model rates pairs of texts. call: the name that the error begins with.
+
+        >>> bf.llm.load("model.gguf").config.pooling
+        'mean'
+        """
         encoder = self.config.encoder
         if encoder is None or encoder.classifier is None or encoder.classifier.output.rows != 1:
             fix = "Compare vectors of embed_text instead."
             raise ModelError(failure(call, f"{self.config.name} has no classifier with one output", fix))
 
     @staticmethod
-    def relevance(logits: NDArray[np.float32]) -> float:
-        """The logit of :meth:`pool` as a probability."""
+    def relevance(logits: Sequence[float] | NDArray[np.float32]) -> float:
+        """Return the logit of :meth:`pool` as a probability.
+
+        logits: [1], of a classifier.
+
+            >>> bf.llm.Model.relevance([0.0])
+            0.5
+        """
         return float(1 / (1 + np.exp(-np.float64(logits[0]))))
 
     def pool(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -481,11 +535,15 @@ class Model:
         return Pooler(self.decoder.tensors)
 
     def hidden(
-        self, tokens: Sequence[int], activations: Activations | None = None, call: str = "llm.hidden"
+        self,
+        tokens: Sequence[int],
+        activations: Activations | None = None,
+        call: str = "llm.hidden",
+        adapter: str | None = None,
     ) -> NDArray[np.float32]:
         """Return the last hidden states [tokens, hidden], before the last norm.
 
-        tokens, activations: as in :meth:`logits`. call: the name that errors begin with.
+        tokens, activations, adapter: as in :meth:`logits`. call: the name that errors begin with.
 
             >>> model = bf.llm.load("model.gguf")
             >>> model.hidden([5, 6]).shape == (2, model.config.hidden)
@@ -496,6 +554,7 @@ class Model:
         ids = [int(token) for token in tokens]
         decoder.check_prompt(ids, call)
         cache, chunk = decoder.cache(len(ids)), decoder.chunk
+        self._adapted(call, cache, adapter)
         parts = [ids[start : start + chunk] for start in range(0, len(ids), chunk)]
         return np.concatenate([decoder.run([(cache, part)], checked) for part in parts])
 

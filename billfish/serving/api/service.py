@@ -237,7 +237,8 @@ class Service:
 
     def is_named(self, name: str | None) -> bool:
         """Whether a request means this model. Without a name it does."""
-        return name is None or name in (self.name, f"{self.name}:latest")  # Ollama's clients add a version
+        own = (self.name, f"{self.name}:latest")  # Ollama's clients add a version
+        return name is None or name in own or name in self.model.adapters
 
     def check_name(self, name: str) -> None:
         """Raises 404 for the name of another model."""
@@ -246,9 +247,14 @@ class Service:
             message = f"There is no model {shown_name}. This server has {json.dumps(self.name, ensure_ascii=False)}."
             raise Refusal(404, message, "model", "model_not_found")
 
-    def record(self) -> dict[str, Any]:
-        """The model, as OpenAI lists it."""
-        return {"id": self.name, "object": "model", "created": self._since, "owned_by": "billfish"}
+    def record(self, name: str | None = None) -> dict[str, Any]:
+        """The model, or one of its adapters, as OpenAI lists it."""
+        record = {"id": self.name, "object": "model", "created": self._since, "owned_by": "billfish"}
+        return record if name not in self.model.adapters else {**record, "id": name, "parent": self.name}
+
+    def records(self) -> list[dict[str, Any]]:
+        """The model and its adapters."""
+        return [self.record(), *map(self.record, self.model.adapters)]
 
     def close(self) -> None:
         """The threads end. The engine is closed by whoever made it."""

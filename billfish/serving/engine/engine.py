@@ -23,7 +23,7 @@ from billfish.core.errors import DataError, DeviceLost, ModelError, bad_argument
 from billfish.core.typing import Activations
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.grammar import CompiledGrammar, Grammar, Vocabulary
-from billfish.llm.kv_cache import NoRoom
+from billfish.llm.kv_cache import NO_ADAPTER, NoRoom
 from billfish.llm.model import Model
 from billfish.llm.sampler import Sampling, Scored
 from billfish.serving.engine.grammar_compiler import GrammarCompiler, start_thread
@@ -107,10 +107,13 @@ class Engine:
         self._decoder.check_answers(CALL)
         self._check(request.prompt)
         self._decoder.check_tokens(CALL, "logit_bias", list(request.sampling.logit_bias))
+        adapter = NO_ADAPTER if request.adapter is None else self.model.adapters.get(request.adapter)
+        if adapter is None:
+            raise DataError(bad_argument(CALL, "adapter", repr(request.adapter), "the name of a loaded adapter"))
         matcher = None if request.grammar is None else request.grammar.matcher()
         ticket = Ticket(len(request.prompt), self._wake)
         ends, cuts = self.model.tokenizer.ends, self._cuts
-        bounds = {"context": self.context, "rows_again": self._rows_again}
+        bounds = {"context": self.context, "rows_again": self._rows_again, "adapter": adapter}
         self._put(Answer(request, on_token, ticket, ends, matcher, cuts, **bounds))
         return ticket
 
@@ -374,6 +377,7 @@ class Engine:
         slots, slot = self._slots, None
         with suppress(NoRoom):
             slot = slots.take(job.prompt, job.hashes, job.tenant) if isinstance(job, Answer) else slots.take()
+            slot.cache.adapt(job.adapter)
         if slot is None or not slots.make_room(slot, len(job.text) + 1, 0, running * PAGE):
             if slot is not None:
                 slots.give_back(slot, keep=False)

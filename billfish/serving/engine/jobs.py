@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from billfish.core.errors import BillfishError
 from billfish.llm.grammar import Matcher
+from billfish.llm.kv_cache import NO_ADAPTER
 from billfish.llm.model import Model
 from billfish.llm.sampler import RequestSampler, Scored, with_best
 from billfish.serving.engine.kv_slots import Cuts, Slot, cuts_for
@@ -31,6 +32,7 @@ class Job(ABC):
 
     slot: Slot
     number = -1
+    adapter = NO_ADAPTER  # of the decoder, which the cache is for
     started = False  # before, so that it goes on after a preemption
 
     def __init__(self, prompt: list[int], cuts: Cuts) -> None:
@@ -101,13 +103,15 @@ class Answer(Job):
         *,
         context: int,
         rows_again: int,
+        adapter: int,
     ) -> None:
-        """ends: tokens that end answers. rows_again: tokens of an answer that are fed at once, if it is read again."""
+        """ends: tokens that end answers. rows_again: tokens of an answer that are fed at once, if it is read again.
+        adapter: its number in the decoder."""
         super().__init__(list(request.prompt), cuts)
-        self.text = list(self.prompt)
-        self.hashes = block_hashes(self.prompt, cuts.smallest, request.tenant)
+        self.text, self.adapter = list(self.prompt), adapter
+        self.hashes = block_hashes(self.prompt, cuts.smallest, request.owner)
         self._rows_again = rows_again
-        self.ticket, self.tenant = ticket, request.tenant
+        self.ticket, self.tenant = ticket, request.owner
         self.sampler = RequestSampler(request.sampling, request.prompt, matcher, request.logprobs)
         self._on_token, self._ends = on_token, ends
         self._most = min(request.max_tokens, context - len(request.prompt) + 1)

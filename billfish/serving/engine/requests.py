@@ -34,6 +34,7 @@ class Request:
     chosen one alone, None no probabilities at all. grammar: what the whole answer must be; `Engine.compile` makes it.
     An answer that `max_tokens` cuts may be only the beginning of that. shown: control tokens whose names are part of
     the text. tenant: who asks; only prompts of the same tenant share a KV cache.
+    adapter: the name of one that the model has loaded.
     """
 
     prompt: list[int]
@@ -44,6 +45,12 @@ class Request:
     grammar: CompiledGrammar | None = None
     shown: frozenset[int] = frozenset()
     tenant: bytes = b""
+    adapter: str | None = None
+
+    @property
+    def owner(self) -> bytes:
+        """Prompts with the same one share a KV cache: whose keys depend on the adapter, too."""
+        return self.tenant if self.adapter is None else self.tenant + b"\0adapter " + self.adapter.encode()
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

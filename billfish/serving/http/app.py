@@ -91,9 +91,11 @@ def make_app(
         async def handle(request: HttpRequest) -> ASGIApp:
             body = await read(request, kind)
             asked = await service.read(ask, service, body)
-            if not share_prefixes:
-                own = [replace(each, tenant=request.state.tenant) for each in asked.requests]
-                asked = replace(asked, requests=own)
+            tenant = b"" if share_prefixes else request.state.tenant
+            name = getattr(body, "model", None)
+            adapter = name if name in service.model.adapters else None
+            own = [replace(each, tenant=tenant, adapter=adapter) for each in asked.requests]
+            asked = replace(asked, requests=own)
             request.state.tokens = asked.tokens
             return await respond(service, asked, request.receive)
 
@@ -129,11 +131,11 @@ def make_app(
         return json_response({"model": service.name, "embeddings": vectors, "prompt_eval_count": count})
 
     async def list_models(request: HttpRequest) -> ASGIApp:
-        return json_response({"object": "list", "data": [service.record()]})
+        return json_response({"object": "list", "data": service.records()})
 
     async def one_model(request: HttpRequest) -> ASGIApp:
         service.check_name(request.path_params["name"])
-        return json_response(service.record())
+        return json_response(service.record(request.path_params["name"]))
 
     async def one_response(request: HttpRequest) -> ASGIApp:
         _, answer = openai_responses.stored(service).get(request.path_params["id"], "response_id")

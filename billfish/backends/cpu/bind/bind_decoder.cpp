@@ -113,6 +113,15 @@ class PythonDecoder {
     if (matrix) head_ = keep(*matrix);
   }
 
+  // Of matrices (layer, AdaptedMatrix): down [rank, k], up [rank, n], scale. Its number.
+  int add_adapter(const std::vector<std::tuple<int64_t, int, Numbers, Numbers, float>>& parts) {
+    Adapter adapter;
+    adapter.layers.resize(size_t(decoder_.layers()));
+    for (const auto& [layer, which, down, up, scale] : parts)
+      adapter.layers[size_t(layer)][size_t(which)] = {keep(down), keep(up), int64_t(down.shape(0)), scale};
+    return decoder_.add_adapter(std::move(adapter));
+  }
+
   // layer_inputs [rows, layers, size]: what PerLayerInput multiplies; None for other models.
   void run(Contiguous<float> x, const std::vector<PythonPassage>& rows, int digits, std::optional<Numbers> layer_inputs) const {
     const std::vector<Passage> passages = passages_of(rows);
@@ -300,6 +309,7 @@ void bind_decoder(nb::module_& module) {
       .def("reserve", &SequenceState::reserve, nb::arg("start"), nb::arg("count"), nb::arg("capacity"), nb::arg("message_ends"))
       .def("copy", &SequenceState::copy, nb::arg("other"), nb::arg("length"))
       .def("restorable", &SequenceState::restorable)
+      .def_rw("adapter", &SequenceState::adapter)
       .def_prop_ro("capacity", &SequenceState::capacity)
       .def_prop_ro("nbytes", &SequenceState::bytes)
       .def_prop_ro("checkpoints", [](const SequenceState& self) { return self.checkpoints(); })
@@ -309,6 +319,7 @@ void bind_decoder(nb::module_& module) {
       .def(nb::init<const std::string&, int64_t, float, float, const std::vector<nb::dict>&>(), nb::arg("level"), nb::arg("hidden"), nb::arg("epsilon"),
            nb::arg("logit_cap"), nb::arg("ropes"))
       .def("add_block", &PythonDecoder::add_block)
+      .def("add_adapter", &PythonDecoder::add_adapter)
       .def("set_per_layer_embedding", &PythonDecoder::set_per_layer_embedding)
       .def("add_layer_inputs", &PythonDecoder::add_layer_inputs)
       .def("set_embedding", &PythonDecoder::set_embedding)

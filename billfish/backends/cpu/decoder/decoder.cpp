@@ -135,9 +135,11 @@ class Scratch {
 class Pass {
  public:
   Pass(const Level& level, const DecoderKernels& kernels, const DecoderShape& shape, const std::vector<Rope>& ropes, const std::vector<Passage>& passages,
-       int digits, float* x, double* seconds, const Observe& observe)
+       const std::deque<Adapter>& adapters, int digits, float* x, double* seconds, const Observe& observe)
       : level_(level), kernels_(kernels), s_(shape), digits_(digits), ropes_(ropes), passages_(passages), places_(places_of(passages)),
-        m_(int64_t(places_.size())), x_(x), hidden_(level, m_, s_.hidden, digits), added_(size_t(m_ * s_.hidden)), observe_(observe), watch_(seconds) {
+        m_(int64_t(places_.size())), x_(x), hidden_(level, m_, s_.hidden, digits), added_(size_t(m_ * s_.hidden)), observe_(observe),
+        adapters_(adapters), watch_(seconds) {
+    for (const Passage& passage : passages) adapted_ |= passage.state->adapter >= 0;
     for (const Rope& rope : ropes) angles_.push_back(angles_of(rope, places_));
   }
 
@@ -188,7 +190,7 @@ class Pass {
 
   // All rows take in what the last part computed; then x is normalized for the next part.
   void add_and_normalize(const Norm& norm, const std::vector<const Weights*>& next) {
-    if (observe_) seen_.take(m_ * s_.hidden);
+    if (observe_ || adapted_) seen_.take(m_ * s_.hidden);
     hidden_.fill(next, [&](int64_t row, float* to) {
       take_in(row);
       normalize(row, norm, to);
@@ -198,12 +200,33 @@ class Pass {
 
   // Rows that are made part by part come together for the observer.
   void note(int64_t row, const float* made, int64_t width) {
-    if (observe_) std::copy(made, made + width, seen_.data() + row * width);
+    if (observe_ || adapted_) std::copy(made, made + width, seen_.data() + row * width);
   }
 
   // All rows of an input are there.
   void tell(int64_t number, LayerInput input, const float* rows, int64_t width) {
     if (observe_) observe_(number, input, NO_EXPERT, rows, m_, width);
+  }
+
+  // ---- adapters ------------------------------------------------------------------------------------------------------
+
+  // Each row of a product takes in what its sequence's adapter adds: x [rows, k], y [rows, n]. A row's numbers do not depend on the others.
+  void adapt(int64_t number, AdaptedMatrix which, const float* x, const Matrix& matrix, float* y) {
+    if (!adapted_) return;
+    const int64_t n = matrix.weights.n, k = matrix.weights.k, whole = k / 16 * 16;
+    parallel_for(m_, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; row++) {
+        const int adapter = places_[size_t(row)].state->adapter;
+        if (adapter < 0) continue;
+        const LowRank& added = adapters_[size_t(adapter)].layers[size_t(number)][which];
+        for (int64_t r = 0; r < added.rank; r++) {
+          const float *own = x + row * k, *down = added.down + r * k;
+          float product = kernels_.dot(down, own, whole);
+          for (int64_t i = whole; i < k; i++) product += down[i] * own[i];
+          kernels_.add_scaled(y + row * n, added.up + r * n, product * added.scale, n);
+        }
+      }
+    });
   }
 
   // ---- attention -----------------------------------------------------------------------------------------------------
@@ -222,6 +245,9 @@ class Pass {
     tell(number, INPUT_QKV, seen_.data(), s_.hidden);
     watch_.lap(NORM);
     hidden_.multiply(products);
+    adapt(number, ADAPTED_Q, seen_.data(), a.q, gated ? gated : q);
+    if (a.k) adapt(number, ADAPTED_K, seen_.data(), *a.k, k);
+    if (a.v) adapt(number, ADAPTED_V, seen_.data(), *a.v, v);
     watch_.lap(QKV);
     parallel_for(m_, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; row++) {
@@ -246,6 +272,7 @@ class Pass {
     attended_.take({&a.output.weights}, out);
     watch_.lap(ATTENTION);
     attended_.multiply({{a.output.weights, a.output.bias, added_.data()}});
+    adapt(number, ADAPTED_OUTPUT, out, a.output, added_.data());
     watch_.lap(OUTPUT);
   }
 
@@ -609,6 +636,8 @@ class Pass {
     tell(number, INPUT_GATE_UP, seen_.data(), s_.hidden);
     watch_.lap(NORM);
     hidden_.multiply(products);
+    adapt(number, ADAPTED_GATE, seen_.data(), dense.gate, gate_.data());
+    if (dense.up) adapt(number, ADAPTED_UP, seen_.data(), *dense.up, up_.data());
     watch_.lap(GATE_UP);
     open_and_close(dense, number, added_.data());
   }
@@ -617,7 +646,7 @@ class Pass {
   void open_and_close(const Dense& dense, int64_t number, float* out) {
     const int64_t size = dense.size();
     opened_.begin_for(level_, m_, size, digits_);
-    if (observe_) seen_.take(m_ * size);
+    if (observe_ || adapted_) seen_.take(m_ * size);
     if (!dense.up) std::fill_n(up_.take(size), size, 1.0f);
     opened_.fill({&dense.down.weights}, [&](int64_t row, float* to) {
       level_.open_gate(gate_.data() + row * size, up_.data() + (dense.up ? row * size : 0), dense.activation, size, to);
@@ -626,6 +655,7 @@ class Pass {
     tell(number, INPUT_DOWN, seen_.data(), size);
     watch_.lap(GATE);
     opened_.multiply({{dense.down.weights, dense.down.bias, out}});
+    adapt(number, ADAPTED_DOWN, seen_.data(), dense.down, out);
     watch_.lap(DOWN);
   }
 
@@ -739,6 +769,8 @@ class Pass {
   float scale_ = 1;               // of it
   std::vector<Angles> angles_;
   const Observe& observe_;
+  const std::deque<Adapter>& adapters_;
+  bool adapted_ = false;  // some passage has one
   Scratch seen_;
   Stopwatch watch_;
 };
@@ -746,7 +778,7 @@ class Pass {
 }  // namespace
 
 void Decoder::run(float* x, const float* layer_inputs, const std::vector<Passage>& passages, int digits, int64_t first, int64_t last, const Observe& observe) const {
-  Pass pass(level_, kernels_, shape_, ropes_, passages, digits, x, seconds_, observe);
+  Pass pass(level_, kernels_, shape_, ropes_, passages, adapters_, digits, x, seconds_, observe);
   const int64_t size = blocks_.empty() || !blocks_[0].per_layer_input ? 0 : blocks_[0].per_layer_input->size();
   for (int64_t l = first; l < last; l++) pass.run(blocks_[size_t(l)], l, layer_inputs ? layer_inputs + l * size : nullptr, layers() * size);
   pass.finish();

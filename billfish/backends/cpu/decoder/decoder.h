@@ -1,6 +1,8 @@
 // A decoder-only language model on packed weights: a list of blocks, each a token mixer and a feed-forward part. One call runs all of them for some
 // rows (tokens), so that a token costs one trip from Python. billfish/models/description.py has the same structures, and says what they mean.
 #pragma once
+#include <array>
+#include <deque>
 #include <functional>
 #include <optional>
 #include <variant>
@@ -169,6 +171,17 @@ struct Block {
   float output_scale;
 };
 
+// What an adapter adds to a product y = W x of a layer: scale up^T (down x), of low rank.
+struct LowRank {
+  const float *down, *up;  // [rank, k] and [rank, n]; null: nothing
+  int64_t rank;
+  float scale;
+};
+enum AdaptedMatrix : int { ADAPTED_Q, ADAPTED_K, ADAPTED_V, ADAPTED_OUTPUT, ADAPTED_GATE, ADAPTED_UP, ADAPTED_DOWN, ADAPTED_MATRICES };
+struct Adapter {
+  std::vector<std::array<LowRank, ADAPTED_MATRICES>> layers;
+};
+
 struct DecoderShape {
   int64_t hidden;
   float epsilon;    // of all norms
@@ -195,6 +208,11 @@ class Decoder {
   Decoder(const billfish::Level& level, const DecoderKernels& kernels, const DecoderShape& shape, std::vector<Rope> ropes)
       : level_(level), kernels_(kernels), shape_(shape), ropes_(std::move(ropes)) {}
   void add_block(const Block& block) { blocks_.push_back(block); }
+  // Sequences with the state's `adapter` have it from now on.
+  int add_adapter(Adapter adapter) {
+    adapters_.push_back(std::move(adapter));
+    return int(adapters_.size()) - 1;
+  }
   const DecoderShape& shape() const { return shape_; }
   int64_t layers() const { return int64_t(blocks_.size()); }
 
@@ -218,6 +236,7 @@ class Decoder {
   DecoderShape shape_;
   std::vector<Rope> ropes_;
   std::vector<Block> blocks_;
+  std::deque<Adapter> adapters_;
 };
 
 }  // namespace billfish

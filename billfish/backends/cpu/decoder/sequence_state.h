@@ -128,6 +128,9 @@ class SequenceState {
   SequenceState(const SequenceState&) = delete;
   SequenceState& operator=(const SequenceState&) = delete;
 
+  // The decoder's adapter whose keys and values these are; less than 0: none.
+  int adapter = -1;
+
   bool half() const { return half_; }
   int64_t capacity() const { return capacity_; }
   size_t bytes() const { return bytes_ + numbers_.size() * sizeof(float); }  // without checkpoints
