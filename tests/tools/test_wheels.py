@@ -14,7 +14,7 @@ import pytest
 from tools.wheels import prove
 from tools.wheels.check import UNWANTED, WINDOWS, check_wheel
 from tools.wheels.pack import write_wheel
-from tools.wheels.platforms import PLATFORMS, Python, find_pythons
+from tools.wheels.platforms import PLATFORMS, Python, find_pythons, python_candidates
 
 ROOT = Path(__file__).parents[2]
 FILES = {
@@ -102,6 +102,11 @@ def test_pythons_of_this_machine() -> None:
     pythons = find_pythons()
     assert len({python.tags for python in pythons}) == len(pythons)
     assert all(Path(python.include, "Python.h").is_file() for python in pythons)
+
+
+def test_given_pythons_are_the_only_ones() -> None:
+    assert python_candidates(["python3.12"]) == ["python3.12"]
+    assert len(python_candidates()) > 0
 
 
 def test_which_python_takes_which_wheel() -> None:
