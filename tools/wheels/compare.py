@@ -82,9 +82,12 @@ def main() -> None:
     parser.add_argument("pythons", nargs=2, metavar="PYTHON", help="one of the two installations")
     parser.add_argument("--rounds", type=int, default=0, help="rounds of timing (default: 0)")
     parser.add_argument("--cores", type=int, default=1, help="cores that time cases, each its own (default: 1)")
+    parser.add_argument("--level", action="append", help="an ISA level (default: all that both have)")
+    parser.add_argument("--format", action="append", help="a format whose products are timed (default: all)")
     arguments = parser.parse_args()
     first, second = arguments.pythons = [os.path.abspath(python) for python in arguments.pythons]
-    levels = [level for level in ask(first, LEVELS) if level in ask(second, LEVELS)]
+    common = [level for level in ask(first, LEVELS) if level in ask(second, LEVELS)]
+    levels = [level for level in common if level in (arguments.level or common)]
     different = 0
     with ThreadPoolExecutor() as pool:
         asked = [
@@ -99,7 +102,7 @@ def main() -> None:
     for level in levels if arguments.rounds else ():
         if level == "portable":  # no machine that people have chooses it
             continue
-        ratios = time_level(arguments.pythons, level, arguments.rounds, arguments.cores)
+        ratios = time_level(arguments.pythons, level, arguments.format, arguments.rounds, arguments.cores)
         values = sorted(ratio for ratio, _ in ratios.values())
         above = {name: both for name, both in sorted(ratios.items()) if both[0] > LIMIT}
         slow += len(above)
@@ -110,9 +113,11 @@ def main() -> None:
     sys.exit(different + slow > 0)
 
 
-def time_level(pythons: list[str], level: str, rounds: int, cores: int) -> dict[str, tuple[float, float]]:
+def time_level(
+    pythons: list[str], level: str, formats: list[str] | None, rounds: int, cores: int
+) -> dict[str, tuple[float, float]]:
     """The ratio of times, and the time of A, of every case. Each core has a share of the formats."""
-    names = ask(pythons[0], CASES)
+    names = formats or ask(pythons[0], CASES)
     with ThreadPoolExecutor(cores) as pool:
         shares = [pool.submit(time_share, pythons, level, names[core::cores], rounds, core) for core in range(cores)]
     return {name: ratio for share in shares for name, ratio in share.result().items()}
