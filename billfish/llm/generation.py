@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
 from billfish.core.errors import DataError
@@ -21,12 +22,19 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length"]
 
 
+async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns that takes long, beside the event loop."""
+    import asyncio  # here, as few programs need it, and it takes long
+
+    return await asyncio.to_thread(function, *arguments)
+
+
 class Generation(Iterator[str]):
     """The answer to a prompt: complete from :meth:`Model.generate`, growing while it is read from :meth:`Model.stream`.
 
-    Iterating gives the pieces of the text, in order and once. An answer may be left half-way, and its cache used for
-    the next one. If the cache holds another sequence by then, the next step feeds this one again: slower, and the same
-    answer.
+    Iterating gives the pieces of the text, in order and once; `async for` does so beside an event loop. An answer may
+    be left half-way, and its cache used for the next one. If the cache holds another sequence by then, the next step
+    feeds this one again: slower, and the same answer.
 
     text: the answer so far. tokens: the ids so far, with the token that ended the answer.
     finish_reason: "stop" (the model ended the answer, a stop string came, or the grammar is complete) or "length"
@@ -84,6 +92,7 @@ class Generation(Iterator[str]):
         self._controller = Controller(min(MOST_DRAFTED, decoder.rows_alike(activations) - 1))
         self._pieces: list[str] = []
         self._read = 0  # pieces that were iterated over
+        self._turn = threading.RLock()  # of threads, which may wait for the same answer
 
     @property
     def text(self) -> str:
@@ -113,17 +122,39 @@ class Generation(Iterator[str]):
 
     def finish(self) -> Generation:
         """Decode up to the end of the answer, and return the same object. Iterating still gives all unread pieces."""
-        while self.finish_reason is None:
-            self._step()
+        with self._turn:
+            while self.finish_reason is None:
+                self._step()
         return self
 
     def __next__(self) -> str:
-        while self._read == len(self._pieces):
-            if self.finish_reason is not None:
-                raise StopIteration
-            self._step()
-        self._read += 1
-        return self._pieces[self._read - 1]
+        with self._turn:
+            while self._read == len(self._pieces):
+                if self.finish_reason is not None:
+                    raise StopIteration
+                self._step()
+            self._read += 1
+            return self._pieces[self._read - 1]
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> str:
+        piece: str | None = await in_thread(next, self, None)
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    async def finish_async(self) -> Generation:
+        """As :meth:`finish`, beside an event loop. A task that is cancelled decodes at most the token under way."""
+        while self.finish_reason is None:
+            await in_thread(self._step_if_unfinished)
+        return self
+
+    def _step_if_unfinished(self) -> None:
+        with self._turn:
+            if self.finish_reason is None:
+                self._step()
 
     def _step(self) -> None:
         """Decode one token, or several where a draft is right."""

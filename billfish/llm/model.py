@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -41,7 +41,7 @@ from billfish.llm.devices import check_device, make_decoder
 from billfish.llm.drafting.draft_model import ModelDrafter, check_vocabulary
 from billfish.llm.drafting.drafter import Drafter
 from billfish.llm.drafting.ngram import NgramDrafter
-from billfish.llm.generation import Generation, generate_batch
+from billfish.llm.generation import Generation, generate_batch, in_thread
 from billfish.llm.kv_cache import NO_ADAPTER, Cache
 from billfish.llm.model_files import open_source
 from billfish.llm.model_weights import Convert, ExpertTensor, ModelTensors, Tensor
@@ -234,6 +234,20 @@ class Model:
         sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, bias, CALL)
         how = stop, logprobs, response_format, chat_template_kwargs, draft, activations, raw, cache, adapter
         return self._start(prompt, max_tokens, sampling, unknown, *how)
+
+    async def generate_async(self, prompt: Prompt, **settings: Any) -> Generation:
+        """Answer a prompt beside an event loop, which stays free. Arguments and errors are those of :meth:`generate`.
+
+        Cancelling the task ends the answer with the token under way. `async for piece in model.stream(...)` gives the
+        pieces as they come. Answers to several prompts at once take turns: :meth:`generate_batch` is faster.
+
+            >>> import asyncio
+            >>> model = bf.llm.load("model.gguf")
+            >>> asyncio.run(model.generate_async("ab", max_tokens=4)).text == model.generate("ab", max_tokens=4).text
+            True
+        """
+        answer: Generation = await in_thread(partial(self.stream, prompt, **settings))
+        return await answer.finish_async()
 
     def generate_batch(
         self,

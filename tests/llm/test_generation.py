@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
+import time
 import weakref
 
 import pytest
@@ -45,6 +47,37 @@ def test_a_stream_grows_while_it_is_read(model):
     assert stream.finish_reason is None
     assert 1 <= len(stream.tokens) < 40
     assert stream.finish().text == first + "".join(stream)
+
+
+def test_coroutines_give_the_same_answers(model):
+    async def both() -> tuple[list[str], list[str]]:
+        answers = await asyncio.gather(*(model.generate_async(each, **HOW) for each in ("ab", "b")))
+        pieces = [piece async for piece in model.stream("ab", **HOW)]
+        return [answer.text for answer in answers], pieces
+
+    texts, pieces = asyncio.run(both())
+    assert texts == [model.generate(each, **HOW).text for each in ("ab", "b")]
+    assert "".join(pieces) == texts[0]
+    with pytest.raises(bf.DataError, match="temperature"):
+        asyncio.run(model.generate_async("ab", temperature=-1))
+
+
+def test_a_cancelled_task_decodes_no_further(model):
+    async def cancelled() -> int:
+        answer = model.stream("ab", **{**HOW, "max_tokens": 400})
+        task = asyncio.create_task(answer.finish_async())
+        while not answer.tokens:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.to_thread(time.sleep, 0)
+        count = len(answer.tokens)
+        await asyncio.sleep(0.05)
+        assert len(answer.tokens) <= count + 1
+        return len(answer.tokens)
+
+    assert asyncio.run(cancelled()) < 400
 
 
 @pytest.mark.parametrize("several", [False, True])
