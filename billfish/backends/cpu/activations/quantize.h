@@ -137,6 +137,9 @@ inline void quantize_exactly(const float* x, int power, int spread, const RowOfX
   int32_t halves[2][2];
   for (int half = 0; half < 2; half++) {
     uint32_t high = 0, low = 0;
+#if defined(__clang__)  // would take the loop apart first, and then add 16 single numbers
+#pragma clang loop unroll(disable)
+#endif
     for (int i = 0; i < 16; i++) high += whole[half * 16 + i] >> 16, low += whole[half * 16 + i] & 0xffff;
     halves[0][half] = int32_t(high) - 16 * 0x8080, halves[1][half] = int32_t(low) - 16 * 0x8080;
   }
