@@ -17,7 +17,7 @@ from billfish.cli.formats import COLUMNS, format_rows
 from billfish.core.format import FORMATS
 from billfish.llm import chat_template_process, detokenizer, grammar, grammar_process
 from billfish.quantizing.calibrate_checkpoint import TOKENS
-from billfish.serving.api import openai_responses, service, settings
+from billfish.serving.api import service, settings
 from billfish.serving.api.chat import ChatBody
 from billfish.serving.api.completions import CompletionBody
 from billfish.serving.api.embeddings import MOST_TEXTS, EmbeddingBody
@@ -25,6 +25,7 @@ from billfish.serving.api.request_bodies import Body, accepted_words
 from billfish.serving.engine import grammar_compiler
 from billfish.serving.engine.requests import EngineCounts
 from billfish.serving.http import app, limits, metrics
+from billfish.serving.ipc import session
 
 # ---- formats ----------------------------------------------------------------------------------------------------
 
@@ -180,7 +181,8 @@ MEANING = {
 
 
 def server_paths() -> str:
-    routes = app.make_app(SimpleNamespace(), None).routes  # type: ignore[arg-type]
+    service: Any = SimpleNamespace(client=SimpleNamespace(answered=None))
+    routes = app.make_app(service, None).routes  # type: ignore[arg-type]
     named = [(min(route.methods - {"HEAD"}), route.path) for route in routes]
     abouts = [route.endpoint.about for route in routes]  # type: ignore[attr-defined]
     rows = [
@@ -228,7 +230,7 @@ def server_limits() -> str:
             f"{grammar_process.STEP_ITEMS:,} items, {grammar_process.STEP_FUEL:,} steps of the lexer",
             "the answer ends with an error",
         ],
-        ["responses that are kept", f"{openai_responses.MOST_STORED}, {openai_responses.MOST_BYTES // mib} MiB", "404"],
+        ["responses that are kept", f"{session.MOST_KEPT}, {session.MOST_KEPT_BYTES // mib} MiB", "404"],
     ]
     return table([["what", "at most", "more gives"], *rows])
 
@@ -263,14 +265,15 @@ def embedding_fields() -> str:
 def server_metrics() -> str:
     """The names of /metrics, and what they say."""
     none = EngineCounts(**dict.fromkeys(metrics.ENGINE, 0) | {"finished": {}})
-    service: Any = SimpleNamespace(engine=SimpleNamespace(counts=lambda: none), first_tokens=0, first_token_seconds=0.0)
-    found = re.findall(r"^# HELP (\w+) (.*)$", metrics.Metrics(service).text().decode(), re.MULTILINE)
+    engine = SimpleNamespace(counts=lambda: none)
+    host: Any = SimpleNamespace(engine=engine, answers={}, first_pieces=0, first_piece_seconds=0.0)
+    found = re.findall(r"^# HELP (\w+) (.*)$", metrics.metrics_text(host).decode(), re.MULTILINE)
     return table([["metric", "meaning"], *([f"`{name}`", about] for name, about in found)])
 
 
 def stored_responses() -> str:
     """What /v1/responses keeps."""
-    return f"the last {openai_responses.MOST_STORED} answers, up to {openai_responses.MOST_BYTES >> 20} MiB of text,"
+    return f"the last {session.MOST_KEPT} answers, up to {session.MOST_KEPT_BYTES >> 20} MiB of text,"
 
 
 def schema_limits() -> str:

@@ -6,17 +6,16 @@ import contextlib
 import difflib
 import importlib
 import io
-import logging
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import billfish
 from billfish.cli.parser import Parser
 from billfish.core.errors import BillfishError, printable, readable
-from billfish.core.terminal import Style
+from billfish.core.log_line import logging_to_stderr
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 NO_THREAD = "can't start new thread"  # what Python says where there is no memory for its stack
@@ -170,7 +169,7 @@ def _run_command(words: list[str]) -> int:
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise BillfishError(f"unknown command {readable(repr(name))}.{hint} `billfish help` lists all.")
         arguments = parser_of(name).parse_args(rest)
-        with _logging():
+        with logging_to_stderr():
             status: int | None = module_of(name).run(arguments)
         return status or 0
     except BillfishError as error:
@@ -203,35 +202,6 @@ def _top() -> Parser:
     version = f"billfish {billfish.__version__}"
     top.add_argument("-v", "--version", action="version", version=version, help="show the version and exit")
     return top
-
-
-class LogLine(logging.Formatter):
-    """A line on standard error. Warnings say so; requests that a server has answered have the time."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line of a record."""
-        start = f"{self.formatTime(record)} " if record.name == "billfish.access" else "billfish: "
-        text = super().format(record)
-        return (
-            Style(sys.stderr)(f"{start}warning: {text}", "yellow")
-            if record.levelno >= logging.WARNING
-            else start + text
-        )
-
-
-@contextlib.contextmanager
-def _logging() -> Iterator[None]:
-    """Show what the library logs, from INFO on, on standard error while a command runs."""
-    logger, handler = logging.getLogger("billfish"), logging.StreamHandler()
-    handler.setFormatter(LogLine())
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def _tell(what: object) -> None:

@@ -6,6 +6,7 @@ import argparse
 import ipaddress
 import logging
 import signal
+import sys
 
 from billfish.cli.model_arguments import (
     add_lora_argument,
@@ -15,11 +16,13 @@ from billfish.cli.model_arguments import (
     model_of,
     set_threads,
 )
-from billfish.core.errors import BillfishError
+from billfish.core.errors import BillfishError, DataError, bad_argument
 from billfish.core.extras import folder_of
+from billfish.core.machine import allowed_cores
 from billfish.llm.chat_template import start_process
 
 LOG = logging.getLogger(__name__)
+MOST_FRONTS = 64
 PACKAGES = ("starlette", "uvicorn", "llguidance", "msgspec", "prometheus_client")
 
 
@@ -90,6 +93,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="refuse requests with unknown fields instead of ignoring these (default: off)",
     )
     parser.add_argument(
+        "--fronts",
+        type=int,
+        metavar="N",
+        help="processes for HTTP, chat templates and tokenizers, beside the engine's; 0 runs them in the engine's "
+        "(default: on a GPU one for every four CPU cores, 1 to 8; on the CPU 0)",
+    )
+    parser.add_argument(
         "--no-access-log", action="store_true", help="do not log a line for each request (default: off)"
     )
 
@@ -98,10 +108,14 @@ def run(arguments: argparse.Namespace) -> None:
     """Answer requests until a signal comes."""
     for package in PACKAGES:
         folder_of(package, "serve")
-    from billfish.serving.api.service import Service  # here: they need these packages
+    from billfish.serving.api.service import EngineFacts, Service  # here: they need these packages
     from billfish.serving.engine.engine import Engine
+    from billfish.serving.http.fronts import Fronts
     from billfish.serving.http.keys import Keys, checked_keys, read_keys
     from billfish.serving.http.server import Server, address, listen
+    from billfish.serving.ipc.client import EngineClient
+    from billfish.serving.ipc.messages import Configure
+    from billfish.serving.ipc.session import Host
 
     path = model_of("serve", arguments)
 
@@ -123,25 +137,49 @@ def run(arguments: argparse.Namespace) -> None:
             queue=arguments.queue,
             activations=arguments.activations,
         )
+        host = Host(engine)
         name = arguments.alias or (model.path.stem if model.path.is_file() else model.path.name)
-        service = Service(engine, model, name, strict_fields=arguments.strict_fields)
-        service.warm_up()
+        facts = EngineFacts(engine.streams, engine.context, engine.queue_limit, model.decoder.nbytes)
         bound = engine.counts().cache_bytes_bound / 1e6
-        facts = f"{engine.streams} streams of {engine.context} tokens, KV cache of at most {bound:.0f} MB"
+        about = f"{engine.streams} streams of {engine.context} tokens, KV cache of at most {bound:.0f} MB"
+        url, fronts = address(listening), fronts_of(arguments.fronts, model.decoder.device)
 
         def announce() -> None:
-            print(f"{service.name} on {address(listening)}: {facts}, {model.decoder.about}")
+            print(f"{name} on {url}: {about}, {model.decoder.about}")
             print(_who(arguments.host, bool(keys)), flush=True)
 
+        options = {"hosts": arguments.allow_host, "share_prefixes": arguments.share_prefixes}
+        options["access_log"] = not arguments.no_access_log
         try:
-            log, names = not arguments.no_access_log, arguments.allow_host
-            options = {"access_log": log, "hosts": names, "share_prefixes": arguments.share_prefixes}
-            Server(service, keys, announce, **options, read_keys=reread).run([listening])
+            if fronts:
+                strict = {"strict_fields": arguments.strict_fields, "keys": keys.digests, "fronts": fronts}
+                strict["adapters"] = list(model.adapters)
+                told = Configure(path=str(model.path), name=name, **facts._asdict(), **strict, **options)
+                Fronts(host, listening, told, announce, reread).run()
+            else:
+                service = Service(
+                    EngineClient(model.tokenizer), model, facts, name, strict_fields=arguments.strict_fields
+                )
+                service.warm_up()
+                Server(host, service, keys, announce, **options, read_keys=reread).run([listening])
+                service.close()
         finally:
             engine.close(finish=False)
-            service.close()
         if engine.failure:
             raise BillfishError(f"serve: {engine.failure}")
+
+
+def fronts_of(given: int | None, device: str) -> int:
+    """How many front processes there are."""
+    if given is not None and (given < 0 or given > MOST_FRONTS):
+        raise DataError(bad_argument("serve", "--fronts", given, f"0 to {MOST_FRONTS}"))
+    if sys.platform == "win32":
+        if given:
+            raise DataError("serve: --fronts needs sockets that processes share, which Windows does not have. Use 0.")
+        return 0
+    if given is not None:
+        return given
+    return 0 if device == "cpu" else max(1, min(8, allowed_cores() // 4))
 
 
 def _who(host: str, has_keys: bool) -> str:

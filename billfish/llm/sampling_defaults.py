@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from billfish.checkpoints.layouts.gguf import Metadata
-from billfish.llm.model import Model
+from billfish.llm.text_model import TextModel
 
 USUAL = {"temperature": 0.8, "top_p": 0.95}  # where the files say nothing
 GGUF = {
@@ -27,7 +27,7 @@ BOUNDS = {
 }
 
 
-def sampling_defaults(model: Model) -> dict[str, float]:
+def sampling_defaults(model: TextModel) -> dict[str, float]:
     """Settings of :class:`billfish.llm.sampler.Sampling` for whoever asks for none. Values out of range are left out.
 
     A model that is said to decode greedily has temperature 0. One that says nothing has 0.8 and top_p 0.95.
@@ -58,7 +58,7 @@ def with_defaults(defaults: Mapping[str, float], given: Mapping[str, float | Non
     return {**defaults, **{name: value for name, value in given.items() if value is not None}}
 
 
-def _generation_config(model: Model) -> dict[str, Any]:
+def _generation_config(model: TextModel) -> dict[str, Any]:
     folder = model.path if model.path.is_dir() else model.path.parent
     try:
         read = json.loads((folder / "generation_config.json").read_text("utf-8"))

@@ -16,6 +16,7 @@ from billfish.llm.conversation.derive import derive
 from billfish.llm.detokenizer import Piece
 from billfish.serving.api import anthropic, chat, ollama, openai_responses
 from billfish.serving.api.answering import Choice, Format, Usage
+from billfish.serving.ipc import session
 
 ASKED = [{"role": "user", "content": "abba"}]
 PARAMETERS = {
@@ -94,18 +95,19 @@ def test_a_response_goes_on_with_an_earlier_one(server):
     assert (status, answer["error"]["param"]) == (404, "previous_response_id")
 
 
-def test_stored_responses_are_bounded(monkeypatch):
-    monkeypatch.setattr(openai_responses, "MOST_STORED", 3)
-    kept = openai_responses.Stored()
+def test_what_fronts_keep_is_bounded(monkeypatch):
+    monkeypatch.setattr(session, "MOST_KEPT", 3)
+    kept = session.Kept()
     for number in range(5):
-        kept.put(str(number), [openai_responses.Turn("user", "x")], {})
-    assert kept.get("4", "id")[0][0].text == "x"
-    with pytest.raises(Exception, match=r"1.*3 in memory"):
-        kept.get("1", "id")
-    monkeypatch.setattr(openai_responses, "MOST_BYTES", 10)
-    kept.put("long", [openai_responses.Turn("user", "x" * 11)], {})
-    with pytest.raises(Exception, match="long"):
-        kept.get("long", "id")
+        kept.put(str(number), b"x")
+    assert [kept.get(str(number)) for number in range(5)] == [None, None, b"x", b"x", b"x"]
+    monkeypatch.setattr(session, "MOST_KEPT_BYTES", 10)
+    kept.put("long", b"x" * 11)
+    assert kept.get("long") is None
+    kept.put("short", b"x" * 10)
+    kept.put("short", b"y" * 10)  # counted once
+    assert kept.pop("short") == b"y" * 10
+    assert kept.get("short") is None
 
 
 def test_calls_of_a_response(server):
@@ -247,7 +249,10 @@ class Server:
     """As much of a service as formats need."""
 
     name = "m"
-    stored = None
+
+    class client:
+        def keep(id: str, data: bytes) -> None:
+            assert isinstance(data, bytes)
 
     class model:
         class tokenizer:

@@ -41,7 +41,7 @@ def test_clients_and_monitors_learn_of_an_engine_that_ends(path, monkeypatch, ca
     """One request runs, one waits, then the thread ends. Later ones are refused, and the server ends by itself."""
     monkeypatch.setattr(server_module, "FAILED_SECONDS", 1.0)
     with serving(path, streams=1, queue=4) as server:
-        engine, go = server.service.engine, threading.Event()
+        engine, go = server.engine, threading.Event()
 
         def lost(*_: Any) -> None:
             assert go.wait(60)
@@ -143,7 +143,8 @@ def test_a_device_that_is_lost_ends_the_engine(monkeypatch, tmp_path, call):
 
 
 @pytest.mark.process
-def test_the_process_ends_with_a_code_and_a_sentence(path):
+@pytest.mark.parametrize("fronts", ["0", "2"])
+def test_the_process_ends_with_a_code_and_a_sentence(path, fronts):
     """Its decoder loses its device at the second step."""
     program = """
 import sys
@@ -157,9 +158,9 @@ def lost(*how):
         raise DeviceLost("the device is lost.")
     return choose(*how)
 CpuDecoder.choose = lost
-sys.exit(main(["serve", sys.argv[1], "--port", "0"]))
+sys.exit(main(["serve", sys.argv[1], "--port", "0", "--fronts", sys.argv[2]]))
 """
-    command = [sys.executable, "-c", program, str(path)]
+    command = [sys.executable, "-c", program, str(path), fronts]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
         url = started.stdout.readline().partition(" on ")[2].partition(": ")[0]

@@ -328,37 +328,37 @@ def test_files_of_keys(tmp_path):
 def test_a_full_queue_is_refused_at_once(folder):
     with serving(folder / "long.gguf", context=LONG, streams=1, queue=1) as server, ThreadPoolExecutor(2) as pool:
         connections = [_ask(server, ENDLESS) for _ in range(2)]
-        until(lambda: server.service.engine.counts().waiting == 1)
+        until(lambda: server.engine.counts().waiting == 1)
         code, headers, answer = send(server.url, COMPLETIONS, ENDLESS)
         assert (code, answer["error"]["code"], headers["retry-after"]) == (429, "queue_full", "1")
         # n answers take n places, or none.
         connections.pop().close()
-        until(lambda: server.service.engine.counts().waiting == 0)
+        until(lambda: server.engine.counts().waiting == 0)
         assert send(server.url, COMPLETIONS, ENDLESS | {"n": 2})[0] == 429
-        until(lambda: server.service.engine.counts().waiting == 0)
-        assert pool.submit(lambda: server.service.engine.counts().running).result() == 1
+        until(lambda: server.engine.counts().waiting == 0)
+        assert pool.submit(lambda: server.engine.counts().running).result() == 1
         connections.pop().close()
-        until(lambda: server.service.engine.counts().running == 0)
+        until(lambda: server.engine.counts().running == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_is_cancelled(folder, stream):
     with serving(folder / "long.gguf", context=LONG, streams=2) as server:
         connection = _ask(server, ENDLESS | {"stream": stream, "n": 2})
-        until(lambda: server.service.engine.counts().running == 2)
+        until(lambda: server.engine.counts().running == 2)
         if stream:
             assert connection.getresponse().readline().startswith(b"data: ")
         connection.close()
-        until(lambda: server.service.engine.counts().running == 0)
-        assert server.service.engine.counts().finished["cancelled"] == 2
+        until(lambda: server.engine.counts().running == 0)
+        assert server.engine.counts().finished["cancelled"] == 2
 
 
 def test_a_client_that_goes_gets_no_vectors(folder):
     with serving(folder / "long.gguf", context=LONG, streams=1) as server:
         connection = _ask(server, {"input": ["ab" * 5000] * 40}, EMBEDDINGS)
-        until(lambda: server.service.engine.counts().running == 1)
+        until(lambda: server.engine.counts().running == 1)
         connection.close()
-        until(lambda: server.service.engine.counts().running == 0)
+        until(lambda: server.engine.counts().running == 0)
 
 
 def test_an_answer_that_fails_is_told(folder, monkeypatch):
@@ -375,7 +375,7 @@ def test_an_answer_that_fails_is_told(folder, monkeypatch):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_health_tells_that_the_engine_has_ended(folder, monkeypatch):
     with serving(folder / "small.gguf", streams=1) as server:
-        engine = server.service.engine
+        engine = server.engine
         monkeypatch.setattr(engine, "_step", lambda: sys.exit())
         monkeypatch.setattr(engine, "_fail_all", lambda error: sys.exit())
         connection = _ask(server, {"prompt": "ab"})
@@ -389,9 +389,9 @@ def test_a_full_queue_keeps_the_vectors_of_a_request(folder):
     """Its texts have one place together."""
     with serving(folder / "long.gguf", context=LONG, streams=2, queue=1) as server:
         running = _ask(server, ENDLESS)
-        until(lambda: server.service.engine.counts().running == 1)
+        until(lambda: server.engine.counts().running == 1)
         vectors = _ask(server, {"input": ["ab" * 100] * 12}, EMBEDDINGS)
-        until(lambda: server.service.engine.counts().prompt_tokens > 300)
+        until(lambda: server.engine.counts().prompt_tokens > 300)
         others = [_ask(server, ENDLESS | {"max_tokens": 300})]  # its end makes room for the texts that are left
         answer = vectors.getresponse()
         others += [_ask(server, ENDLESS)]
@@ -401,7 +401,7 @@ def test_a_full_queue_keeps_the_vectors_of_a_request(folder):
 
 
 def test_a_fault_of_ours_tells_nothing_of_the_inside(server, monkeypatch, caplog):
-    monkeypatch.setattr(server.service.engine, "counts", lambda: 1 / 0)
+    monkeypatch.setattr(server.engine, "counts", lambda: 1 / 0)
     code, _, answer = send(server.url, "/metrics", None, "GET")
     assert code == 500
     assert "division" not in json.dumps(answer)

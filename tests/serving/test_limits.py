@@ -14,7 +14,8 @@ import pytest
 from llm_models import Small, write_model
 from serving_http import Running, process, send, serving
 
-from billfish.serving.http import bodies, limits, protocol
+from billfish.serving.http import limits, protocol
+from billfish.serving.http import server as server_module
 from billfish.serving.http.hosts import HostCheck
 from billfish.serving.http.keys import Keys
 
@@ -185,8 +186,7 @@ def test_slow_heads_do_not_keep_others_out(model):
 
 def test_bodies_have_a_limit_together(model, monkeypatch):
     """The body that has been arriving for longest makes room."""
-    monkeypatch.setattr(limits, "BODIES_BYTES", 3_000_000)
-    monkeypatch.setattr(bodies.Bodies.__init__, "__defaults__", (3_000_000,))
+    monkeypatch.setattr(server_module, "BODIES_BYTES", 3_000_000)
     begun = POST + b"Content-Length: 2000000\r\n\r\n" + b" " * 1_000_000
     with serving(model, streams=2, queue=4) as server, contextlib.ExitStack() as open_ones:
         clients = [open_ones.enter_context(connect(server)) for _ in range(6)]

@@ -130,8 +130,8 @@ def test_stop_cancels_the_answer(driver, server, monkeypatch):
     find(driver, "stop").click()
     wait(driver, lambda: idle(driver))
     time.sleep(1.5 * FRAME)
-    wait(driver, lambda: server.service.engine.counts().running == 0)
-    assert server.service.engine.counts().finished["cancelled"] == 1
+    wait(driver, lambda: server.engine.counts().running == 0)
+    assert server.engine.counts().finished["cancelled"] == 1
     rate = driver.find_element(By.CSS_SELECTOR, "article small").text
     assert re.fullmatch(r"\d+ tokens, [\d.]+ tokens/s \(stopped\)", rate)
 

@@ -14,7 +14,7 @@ def test_a_small_storm(tmp_path):
         storm = serving_storm.Storm(server.url, pool, requests=200, clients=8)
         storm.run()
         assert serving_storm.settled(server.url)
-        counts = server.service.engine.counts()
+        counts = server.engine.counts()
     assert storm.wrong == []
     assert storm.done.total() == 200
     assert storm.done.keys() == {kind.__name__ for kind in serving_storm.KINDS}

@@ -13,6 +13,7 @@ from serving_http import process, send, serving, until
 from billfish.core.errors import DataError
 from billfish.serving.http.keys import Keys
 from billfish.serving.http.server import Server
+from billfish.serving.ipc.session import Host
 
 PROMPT = "The PIN is 4711. " * 5
 BODY = {"prompt": PROMPT, "max_tokens": 1}
@@ -75,11 +76,11 @@ def test_keys_that_cannot_be_read_stay_as_they_were(path, caplog):
 
     keys = Keys(["old"])
     with serving(path, streams=1, queue=1) as running, caplog.at_level(logging.INFO):
-        server = Server(running.service, keys, read_keys=broken)
+        server = Server(Host(running.engine), running.service, keys, read_keys=broken)
         server.rotate_keys()
         assert len(keys) == 1
         assert "no such file" in caplog.text
-        server = Server(running.service, keys, read_keys=lambda: Keys(["new", "newer"]))
+        server = Server(Host(running.engine), running.service, keys, read_keys=lambda: Keys(["new", "newer"]))
         server.rotate_keys()
     assert keys.check("Bearer new") != keys.check("Bearer newer")
 

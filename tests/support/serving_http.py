@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from billfish.llm import Model, load
-from billfish.serving.api.service import Service
+from billfish.serving.api.service import EngineFacts, Service
 from billfish.serving.engine.engine import Engine
 from billfish.serving.http.keys import Keys
 from billfish.serving.http.server import Server, address, listen
+from billfish.serving.ipc.client import EngineClient
+from billfish.serving.ipc.session import Host
 
 # As Qwen's: functions first, calls between marks.
 TOOLS_TEMPLATE = (
@@ -38,6 +40,7 @@ class Running:
     url: str
     model: Model
     service: Service
+    engine: Engine
 
     def client(self, **options: Any) -> Any:
         """The real one of OpenAI. It does not try again, so that a test sees what came."""
@@ -58,13 +61,14 @@ def serving(
     """A server on a free port. options: the engine's."""
     model = load(path, progress=False)
     engine = Engine(model, **{"activations": "exact", **options})
-    service = Service(engine, model, path.stem, strict_fields=strict_fields)
-    server = Server(service, Keys(keys or []), share_prefixes=share_prefixes)
+    facts = EngineFacts(engine.streams, engine.context, engine.queue_limit, model.decoder.nbytes)
+    service = Service(EngineClient(model.tokenizer), model, facts, path.stem, strict_fields=strict_fields)
+    server = Server(Host(engine), service, Keys(keys or []), share_prefixes=share_prefixes)
     with listen("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:
-            yield Running(address(listening), model, service)
+            yield Running(address(listening), model, service, engine)
         finally:
             server.handle_exit(0, None)
             thread.join()

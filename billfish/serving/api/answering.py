@@ -9,10 +9,8 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,8 +25,8 @@ from billfish.llm.grammar import Grammar
 from billfish.llm.sampler import Scored
 from billfish.serving.api.request_bodies import Refusal, refuse
 from billfish.serving.api.service import Service
-from billfish.serving.engine.answer_text import AnswerText
-from billfish.serving.engine.requests import Chosen, QueueFull, Request, ServerClosing, Ticket
+from billfish.serving.engine.requests import QueueFull, Request, ServerClosing
+from billfish.serving.ipc.client import Answers, EngineGone, SchemaError
 
 Result = TypeVar("Result")
 EVENTS, LINES = "text/event-stream; charset=utf-8", "application/x-ndjson"
@@ -50,14 +48,16 @@ def refusals() -> Iterator[None]:
         raise Refusal(503, str(error), None, "server_closing", retry_after="5") from None
     except ModelError as error:  # as from an encoder, which answers nothing
         raise Refusal(400, str(error), "model", "model_cannot") from None
+    except EngineGone as error:
+        raise Refusal(500, str(error), None, "engine_gone") from None
 
 
 @contextlib.contextmanager
-def schema_errors(field: str) -> Iterator[None]:
-    """A schema that cannot be used becomes 400 for its field."""
+def schema_errors(field: str, kind: type[DataError] = DataError) -> Iterator[None]:
+    """A schema that cannot be used becomes 400 for its field. kind: of the errors that tell so."""
     try:
         yield
-    except DataError as error:
+    except kind as error:
         raise refuse(field, f"{field} cannot be used: {str(error).partition(': ')[2]}") from None
 
 
@@ -72,17 +72,16 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-async def while_there(future: Future[Result], receive: Receive) -> Result:
-    """The result of a future, which is cancelled when the client goes."""
-    asked, watch = asyncio.wrap_future(future), asyncio.ensure_future(gone(receive))
+async def while_there(asking: Awaitable[Result], receive: Receive) -> Result:
+    """What is awaited, which is cancelled when the client goes."""
+    asked, watch = asyncio.ensure_future(asking), asyncio.ensure_future(gone(receive))
     both: list[asyncio.Future[Any]] = [asked, watch]
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not asked.done():
             raise ClientGone
-        if asked.cancelled():
-            raise stopped()
-        return asked.result()
+        with refusals():
+            return asked.result()
     finally:
         watch.cancel()
         asked.cancel()
@@ -172,7 +171,7 @@ class Asked:
     """A request that was read. choices: one for each of the engine's requests. prompts: how many texts are answered,
     each by as many neighbouring requests. grammar: what all answers must be, and the field that says so; it is compiled
     before the requests are submitted. empty: nothing is generated. score: prompts whose own log probabilities are
-    wanted, and how many alternatives. tickets, texts: those of the requests, when they are submitted."""
+    wanted, and how many alternatives. answers: those of the requests, when they are submitted."""
 
     requests: Sequence[Request]
     choices: Sequence[Choice]
@@ -182,21 +181,21 @@ class Asked:
     empty: bool = False
     score: tuple[Sequence[list[int]], int] | None = None
     scores: list[list[list[Scored]]] = field(default_factory=list)
-    tickets: list[Ticket] = field(default_factory=list)
-    texts: list[AnswerText] = field(default_factory=list)
+    answers: list[Answers] = field(default_factory=list)
 
     def tokens(self) -> tuple[int, int]:
         """Tokens of prompts and of answers so far. A prompt counts once, however many answers it has."""
         prompts = self.requests[:: max(1, len(self.requests) // self.prompts)]
-        return sum(len(each.prompt) for each in prompts), sum(each.completion_tokens for each in self.texts)
+        return sum(len(each.prompt) for each in prompts), sum(each.completion_tokens for each in self.answers)
 
     def usage(self, service: Service) -> Usage:
         """At the end."""
         prompt, completion = self.tokens()
-        firsts = self.tickets[:: max(1, len(self.requests) // self.prompts)]
+        each = max(1, len(self.requests) // self.prompts)
+        cached = sum(sum(answers.cached_tokens[::each]) for answers in self.answers)
         thoughts = [choice.message.thought for choice in self.choices if choice.message.thought]
         thought = sum(len(service.model.tokenizer.encode(each, special=False, start=False)) for each in thoughts)
-        return Usage(prompt, sum(ticket.cached_tokens for ticket in firsts), completion, min(thought, completion))
+        return Usage(prompt, cached, completion, min(thought, completion))
 
 
 # ---- answers ----------------------------------------------------------------------------------------------------
@@ -210,30 +209,23 @@ async def pieces_of(service: Service, asked: Asked, receive: Receive) -> AsyncGe
     came: list[tuple[int, Piece]] = []
     running, first, started = len(asked.requests), True, time.perf_counter()
     something = asyncio.Event()
-    watch = asyncio.ensure_future(gone(receive))
-    watch.add_done_callback(lambda _: something.set())
-    put = service.mailbox.put
 
-    def take(index: int, chosen: Chosen) -> None:
+    def take(index: int, piece: Piece) -> None:
         nonlocal running, first
-        piece = asked.texts[index].take(chosen)
-        if piece is None:
-            return
         if first:
             first = False
-            service.first_token(time.perf_counter() - started)
+            service.client.first_piece(time.perf_counter() - started)
         running -= bool(piece.finished)
         came.append((index, piece))
         something.set()
 
-    def submit() -> None:
-        with refusals():
-            for index, request in enumerate(asked.requests):
-                asked.texts.append(AnswerText(request, service.model.tokenizer))
-                asked.tickets.append(service.engine.submit(request, partial(put, partial(take, index))))
-
+    grammar, place = asked.grammar or (None, "")
+    with schema_errors(place, SchemaError):
+        answers = await while_there(service.client.ask(asked.requests, grammar, take), receive)
+    watch = asyncio.ensure_future(gone(receive))
+    watch.add_done_callback(lambda _: something.set())
     try:
-        await service.read(submit)  # it may wait for the engine
+        asked.answers.append(answers)
         yield []
         while running or came:
             await something.wait()
@@ -242,9 +234,7 @@ async def pieces_of(service: Service, asked: Asked, receive: Receive) -> AsyncGe
                 raise ClientGone
             batch, came[:] = list(came), []
             batch = [(index, piece) for index, piece in batch if asked.choices[index].finish_reason is None]
-            for index, piece in batch:
-                if piece.finished == "stop":
-                    asked.tickets[index].cancel(enough=True)  # the engine does not know of stop texts
+            for _, piece in batch:
                 if piece.finished == "failed":
                     raise Refusal(500, piece.error, None, "generation_failed")
                 if piece.finished == "cancelled":
@@ -252,8 +242,7 @@ async def pieces_of(service: Service, asked: Asked, receive: Receive) -> AsyncGe
             yield batch
     finally:
         watch.cancel()
-        for ticket in asked.tickets:
-            ticket.cancel()  # the engine ignores it for answers that are over
+        answers.cancel()
 
 
 Step = tuple[int, list[Event], Sequence[Token]]
@@ -262,10 +251,7 @@ Step = tuple[int, list[Event], Sequence[Token]]
 async def steps_of(service: Service, asked: Asked, receive: Receive) -> AsyncGenerator[list[Step], None]:
     """As `pieces_of`, with what pieces mean. An answer that has said all that is wanted ends."""
     if asked.score is not None:
-        with refusals():
-            future = await service.read(service.engine.score, *asked.score)
-        scores = await while_there(future, receive)
-        asked.scores.extend(scores)
+        asked.scores.extend(await while_there(service.client.score(*asked.score), receive))
     if asked.empty:
         yield []
         for index, choice in enumerate(asked.choices):
@@ -280,17 +266,12 @@ async def steps_of(service: Service, asked: Asked, receive: Receive) -> AsyncGen
                 if choice.finish_reason is None:  # else an earlier piece of the batch has ended it
                     steps.append((index, choice.take(piece), piece.tokens))
                     if choice.finish_reason is not None and not piece.finished:
-                        asked.tickets[index].cancel(enough=True)
+                        asked.answers[0].end(index)
             yield steps
 
 
 async def respond(service: Service, asked: Asked, receive: Receive) -> ASGIApp:
     """The HTTP answer."""
-    if asked.grammar is not None and not asked.empty:
-        grammar, place = asked.grammar
-        with refusals(), schema_errors(place):
-            made = await while_there(service.engine.compile(grammar), receive)
-        asked = replace(asked, requests=[replace(request, grammar=made) for request in asked.requests])
     if asked.format.stream:
         return Stream(_stream(service, asked, receive), asked.format)
     async with contextlib.aclosing(steps_of(service, asked, receive)) as steps:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.types import ASGIApp, Receive
 
-from billfish.serving.api.answering import json_response, refusals, while_there
+from billfish.serving.api.answering import json_response, while_there
 from billfish.serving.api.request_bodies import Body, only, refuse, wrong
 from billfish.serving.api.service import Prompt, Service
 from billfish.serving.api.settings import Positive
@@ -36,9 +36,7 @@ def read_embeddings(service: Service, body: EmbeddingBody) -> list[Prompt]:
 
 async def vectors_of(service: Service, texts: list[Prompt], receive: Receive) -> list[NDArray[np.float32]]:
     """A vector for each text."""
-    with refusals():
-        future = await service.read(service.engine.embed, [text.tokens for text in texts])  # it may wait for the engine
-    return await while_there(future, receive)
+    return await while_there(service.client.embed([text.tokens for text in texts]), receive)
 
 
 async def embeddings(service: Service, body: EmbeddingBody, texts: list[Prompt], receive: Receive) -> ASGIApp:

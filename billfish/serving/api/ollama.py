@@ -290,7 +290,7 @@ def model_record(service: Service) -> dict[str, Any]:
         "name": service.name,
         "model": service.name,
         "modified_at": _now(),
-        "size": service.model.decoder.nbytes,
+        "size": service.facts.nbytes,
         "digest": "",
         "details": _details(service),
     }

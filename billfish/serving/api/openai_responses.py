@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -31,8 +29,8 @@ from billfish.serving.api.settings import (
     Share,
     Temperature,
 )
+from billfish.serving.ipc.session import MOST_KEPT
 
-MOST_STORED, MOST_BYTES = 512, 32 * 2**20  # of answers that are kept for those that go on with them
 FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
@@ -151,53 +149,30 @@ class ResponsesBody(Body, kw_only=True):
     stream: bool = False
 
 
-class Stored:
-    """Conversations of answers, by the answers' ids: the last ones, and no more than MOST_BYTES."""
+class Stored(NamedTuple):
+    """What is kept of an answer: the conversation with it, and the JSON."""
 
-    def __init__(self) -> None:
-        self._turns: OrderedDict[str, tuple[list[Turn], dict[str, Any], int]] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def put(self, id: str, turns: list[Turn], answer: dict[str, Any]) -> None:
-        """Keep a conversation with its last answer. The oldest ones go."""
-        size = sum(len(turn.text) + len(turn.thought) + sum(len(c.arguments) for c in turn.calls) for turn in turns)
-        with self._lock:
-            self._turns[id] = (turns, answer, size)
-            self._bytes += size
-            while self._turns and (len(self._turns) > MOST_STORED or self._bytes > MOST_BYTES):
-                self._bytes -= self._turns.popitem(last=False)[1][2]
-
-    def get(self, id: str, place: str) -> tuple[list[Turn], dict[str, Any]]:
-        """A conversation and its last answer. Raises 404 for one that is not kept."""
-        with self._lock:
-            found = self._turns.get(id)
-        if found is None:
-            message = f"There is no response {json.dumps(id)}. This server keeps the last {MOST_STORED} in memory."
-            raise Refusal(404, message, place, "response_not_found")
-        return found[0], found[1]
-
-    def remove(self, id: str) -> None:
-        """Forget a conversation. Raises as `get` does."""
-        self.get(id, "response_id")
-        with self._lock:
-            removed = self._turns.pop(id, None)
-            self._bytes -= removed[2] if removed else 0
+    turns: list[Turn]
+    answer: dict[str, Any]
 
 
-def stored(service: Service) -> Stored:
-    """The answers of a server."""
-    if service.stored is None:
-        service.stored = Stored()
-    found: Stored = service.stored
-    return found
+DECODE = msgspec.msgpack.Decoder(Stored).decode
+
+
+def stored(service: Service, id: str, place: str, *, remove: bool = False) -> Stored:
+    """An answer of this server. Raises 404 for one that is not kept. remove: and forget it."""
+    found = service.client.fetch(id, remove=remove)
+    if found is None:
+        message = f"There is no response {json.dumps(id)}. This server keeps the last {MOST_KEPT} in memory."
+        raise Refusal(404, message, place, "response_not_found")
+    return DECODE(found)
 
 
 def read_responses(service: Service, body: ResponsesBody) -> Asked:
     """What a client asks."""
     earlier: list[Turn] = []
     if body.previous_response_id is not None:
-        earlier, _ = stored(service).get(body.previous_response_id, "previous_response_id")
+        earlier = stored(service, body.previous_response_id, "previous_response_id").turns
         earlier = [turn for turn in earlier if turn.role != "system" or turn.name != "instructions"]
     turns = [*earlier, *_turns(body.input)]
     if not turns:
@@ -432,7 +407,7 @@ class ResponsesFormat(Format):
             said = choice.message
             calls = tuple(replace(call, id=f"call_{call.id}") for call in said.calls)
             turns = [*self._turns, Turn("assistant", said.text, said.thought, calls)]
-            stored(self._service).put(self._id, turns, response)
+            self._service.client.keep(self._id, msgspec.msgpack.encode(Stored(turns, response)))
         return response
 
     def _response(self, status: str) -> dict[str, Any]:

@@ -1,14 +1,12 @@
-"""What all endpoints share: the engine and its model, threads that read requests, and the way back from the engine."""
+"""What all endpoints share: the model's texts, the way to its engine, and threads that read requests."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -20,11 +18,10 @@ from billfish.llm.chat_template import ChatTemplate
 from billfish.llm.control_names import ControlNames
 from billfish.llm.conversation.derive import derive
 from billfish.llm.conversation.syntax import ChatSyntax
-from billfish.llm.model import Model
 from billfish.llm.sampling_defaults import sampling_defaults
+from billfish.llm.text_model import TextModel
 from billfish.serving.api.request_bodies import Limits, Refusal, refuse, shown, too_long, wrong
-from billfish.serving.engine.engine import Engine
-from billfish.serving.engine.requests import Chosen
+from billfish.serving.ipc.client import EngineClient
 
 Result = TypeVar("Result")
 READERS = 2  # threads that parse bodies and encode prompts: a large one does not keep all others waiting
@@ -48,50 +45,32 @@ class Prompt(NamedTuple):
     text: str
 
 
-class Mailbox:
-    """Where the engine puts tokens. The loop is woken once for all that a step gave: waking costs more than a token."""
+class EngineFacts(NamedTuple):
+    """What requests need to know about the engine. streams, context, queue: its settings. nbytes: of the weights."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._chosen: deque[tuple[Callable[[Chosen], None], Chosen]] = deque()
-        self._woken = False
-
-    def put(self, take: Callable[[Chosen], None], chosen: Chosen) -> None:
-        """Have the loop call take(chosen). Called in the engine's thread."""
-        self._chosen.append((take, chosen))
-        if not self._woken:
-            self._woken = True
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        self._woken = False  # first: a token that comes now wakes the loop again
-        while self._chosen:
-            take, chosen = self._chosen.popleft()
-            take(chosen)
+    streams: int
+    context: int
+    queue: int
+    nbytes: int
 
 
 class Service:
-    """One model behind an engine. name: what requests call it."""
+    """One model and the way to its engine. name: what requests call it. closing: whether the server shuts down."""
 
-    def __init__(self, engine: Engine, model: Model, name: str, *, strict_fields: bool = False) -> None:
-        """strict_fields: unknown fields of a body are refused."""
-        self.engine, self.model, self.name, self.strict_fields = engine, model, name, strict_fields
+    def __init__(
+        self, client: EngineClient, model: TextModel, facts: EngineFacts, name: str, *, strict_fields: bool = False
+    ) -> None:
+        """client: asks the engine. strict_fields: unknown fields of a body are refused."""
+        self.client, self.model, self.facts, self.name = client, model, facts, name
+        self.strict_fields = strict_fields
         vocabulary = min(model.config.vocabulary, len(model.tokenizer.pieces))  # matrices may have more rows
-        answers = min(engine.streams + engine.queue_limit, MOST_ANSWERS)
-        self.limits = Limits(engine.context, model.config.context, vocabulary, answers)
-        self.first_tokens, self.first_token_seconds = 0, 0.0  # how many there were, and after how long together
+        answers = min(facts.streams + facts.queue, MOST_ANSWERS)
+        self.limits = Limits(facts.context, model.config.context, vocabulary, answers)
         self.closing = False
-        self.stored: Any = None  # answers of /v1/responses, for those that go on with them
         self._told = set[str]()
         self._deriving = threading.Lock()
         self._since = int(time.time())
         self._readers = ThreadPoolExecutor(READERS, "billfish-reader")
-
-    @cached_property
-    def mailbox(self) -> Mailbox:
-        """For the loop that runs."""
-        return Mailbox(asyncio.get_running_loop())
 
     async def read(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """The result of a function that takes long, outside of the loop."""
@@ -157,11 +136,6 @@ class Service:
     def _longest(self) -> int:
         """Characters of the longest token."""
         return max(map(len, self.model.tokenizer.pieces))
-
-    def first_token(self, seconds: float) -> None:
-        """The first piece of an answer has come, so long after its request was read. The loop alone calls this."""
-        self.first_tokens += 1
-        self.first_token_seconds += seconds
 
     def template(self, place: str = "messages") -> ChatTemplate:
         """The model's; raises if it has none."""

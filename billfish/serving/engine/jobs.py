@@ -143,16 +143,15 @@ class Answer(Job):
         self.ticket.completion_tokens += 1
         ended = token in self._ends or self.sampler.complete
         self.finished = "stop" if ended else "length" if self.ticket.completion_tokens == self._most else ""
-        chosen = Chosen(token, self.sampler.scored, self.finished)
-        if self.finished:
-            self._end = chosen  # which waits for `tell_end`
+        if self.finished:  # which waits for `tell_end`
+            self._end = Chosen(token, self.sampler.scored, self.finished, "", self.ticket.cached_tokens)
         else:
-            self._give(chosen)
+            self._give(Chosen(token, self.sampler.scored))
 
     def end(self, reason: str, error: str = "") -> None:
         if not self.finished:
             self.finished = "stop" if reason == "cancelled" and self.ticket.enough else reason
-            self._end = Chosen(None, (), self.finished, error)
+            self._end = Chosen(None, (), self.finished, error, self.ticket.cached_tokens)
 
     def tell_end(self) -> None:
         self._give(self._end)

@@ -62,13 +62,14 @@ class Chosen(NamedTuple):
     """The next token of an answer; None where it ends without one.
 
     scored: the token and the best ones with their log probabilities, if the request asks for them. finished: "" up to
-    the end, which has one of `REASONS`. error: a sentence, with "failed".
+    the end, which has one of `REASONS`. error: a sentence, with "failed". cached_tokens: at the end, as of the ticket.
     """
 
     token: int | None
     scored: Sequence[Scored] = ()
     finished: str = ""
     error: str = ""
+    cached_tokens: int = 0
 
 
 class Ticket:

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -42,11 +42,13 @@ from billfish.serving.api.service import Service
 from billfish.serving.http.bodies import Bodies
 from billfish.serving.http.hosts import HostCheck
 from billfish.serving.http.keys import Keys
-from billfish.serving.http.metrics import CONTENT_TYPE, Metrics
+from billfish.serving.http.limits import BODIES_BYTES
+from billfish.serving.http.metrics import CONTENT_TYPE
 from billfish.serving.http.openapi import description, description_page
 
 LOG, ACCESS = logging.getLogger("billfish.serving"), logging.getLogger("billfish.access")
 MODELS, RESPONSES = "/v1/models", "/v1/responses"
+HEALTH_SECONDS = 1.0  # an engine that does not answer for so long is ill
 PAGE = Path(__file__).with_name("page.html")
 
 Handle = Callable[[HttpRequest], Awaitable[ASGIApp]]
@@ -54,12 +56,18 @@ ErrorBody = Callable[[Refusal], dict[str, Any]]
 
 
 def make_app(
-    service: Service, keys: Keys, *, access_log: bool = False, hosts: Collection[str] = (), share_prefixes: bool = False
+    service: Service,
+    keys: Keys,
+    *,
+    access_log: bool = False,
+    hosts: Collection[str] = (),
+    share_prefixes: bool = False,
+    most_bytes: int = BODIES_BYTES,
 ) -> Starlette:
     """What uvicorn runs. The page and /health are for everybody, all else for those who have a key. hosts: names of the
     server, beside those that no stranger can have. share_prefixes: prompts of one key may begin with what the KV cache
-    holds of another's."""
-    metrics, bodies = Metrics(service), Bodies()
+    holds of another's. most_bytes: of all bodies that arrive."""
+    client, bodies = service.client, Bodies(most_bytes)
     routes = list[Route]()
 
     def add(
@@ -72,7 +80,7 @@ def make_app(
         errors: ErrorBody = Refusal.body,
         open: bool = False,
     ) -> None:
-        endpoint = Endpoint(path, metrics, Keys([]) if open else keys, handle, errors, about, body)
+        endpoint = Endpoint(path, client.answered, Keys([]) if open else keys, handle, errors, about, body)
         routes.append(Route(path, endpoint, methods=[method]))
 
     async def read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
@@ -138,12 +146,12 @@ def make_app(
         return json_response(service.record(request.path_params["name"]))
 
     async def one_response(request: HttpRequest) -> ASGIApp:
-        _, answer = openai_responses.stored(service).get(request.path_params["id"], "response_id")
-        return json_response(answer)
+        found = await service.read(openai_responses.stored, service, request.path_params["id"], "response_id")
+        return json_response(found.answer)
 
     async def delete_response(request: HttpRequest) -> ASGIApp:
         name = request.path_params["id"]
-        openai_responses.stored(service).remove(name)
+        await service.read(partial(openai_responses.stored, service, name, "response_id", remove=True))
         return json_response({"id": name, "object": "response", "deleted": True})
 
     async def list_for_ollama(request: HttpRequest) -> ASGIApp:
@@ -153,11 +161,11 @@ def make_app(
         return json_response({"version": ollama.VERSION})
 
     async def health(request: HttpRequest) -> ASGIApp:
-        status = "closing" if service.closing else "ok" if service.engine.is_alive else "failed"
+        status = "closing" if service.closing else await client.state(HEALTH_SECONDS)
         return json_response({"status": status}, 200 if status == "ok" else 503)
 
     async def watch(request: HttpRequest) -> ASGIApp:
-        return Response(metrics.text(), media_type=CONTENT_TYPE)
+        return Response(await client.metrics(), media_type=CONTENT_TYPE)
 
     async def chat_page(request: HttpRequest) -> ASGIApp:
         return page()
@@ -265,15 +273,16 @@ class Endpoint:
     def __init__(
         self,
         path: str,
-        metrics: Metrics,
+        answered: Callable[[str, int], object],
         keys: Keys,
         handle: Handle,
         errors: ErrorBody = Refusal.body,
         about: str = "",
         body: type[Body] | None = None,
     ) -> None:
-        """errors: the JSON of a refusal. about, body: what it answers with, and what it takes, for its description."""
-        self._path, self._metrics, self._keys, self._handle = path, metrics, keys, handle
+        """answered: told when an answer begins. errors: the JSON of a refusal. about, body: what it answers with, and
+        what it takes, for its description."""
+        self._path, self._answered, self._keys, self._handle = path, answered, keys, handle
         self._errors, self.about, self.body = errors, about, body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -283,7 +292,7 @@ class Endpoint:
             nonlocal began
             if message["type"] == "http.response.start":
                 began = True
-                self._metrics.answered(self._path, message["status"])
+                self._answered(self._path, message["status"])
                 more = scope.get("state", {}).get("headers", ())
                 message = {**message, "headers": [*message.get("headers", ()), *more]}
             await send(message)

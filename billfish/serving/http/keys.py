@@ -22,6 +22,18 @@ class Keys:
         both._digests = self._digests + other._digests
         return both
 
+    @classmethod
+    def of_digests(cls, digests: list[bytes]) -> Keys:
+        """Those of another process."""
+        made = cls([])
+        made._digests = digests
+        return made
+
+    @property
+    def digests(self) -> list[bytes]:
+        """What `of_digests` takes."""
+        return self._digests
+
     def replace(self, other: Keys) -> None:
         """Let in the keys of another object instead, from now on."""
         self._digests = other._digests

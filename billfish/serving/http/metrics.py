@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from billfish.serving.api.service import Service
+from billfish.serving.ipc.session import Host
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -33,28 +32,24 @@ ENGINE = {
 }
 
 
+def metrics_text(host: Host) -> bytes:
+    """All counts of the engine and of all fronts, in Prometheus' text format."""
+    from prometheus_client import generate_latest  # here: importing it takes 50 ms
+
+    return generate_latest(Metrics(host))
+
+
 class Metrics:
-    """Counts HTTP answers, and collects all counts when Prometheus asks. It is the loop's alone."""
+    """Collects all counts when Prometheus asks."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._answers: Counter[tuple[str, int]] = Counter()
-
-    def answered(self, path: str, status: int) -> None:
-        """An HTTP answer has begun. path: of a route, not of a client."""
-        self._answers[path, status] += 1
-
-    def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
-        from prometheus_client import generate_latest  # here: importing it takes 50 ms
-
-        return generate_latest(self)
+    def __init__(self, host: Host) -> None:
+        self._host = host
 
     def collect(self) -> Iterator[Metric]:
         """For prometheus_client."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 
-        counts = self._service.engine.counts()
+        counts = self._host.engine.counts()
         for field, (name, about) in ENGINE.items():
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             value = getattr(counts, field)
@@ -68,10 +63,10 @@ class Metrics:
         answers = CounterMetricFamily(
             "billfish_http_responses", "HTTP answers by path and status.", labels=["path", "status"]
         )
-        for (path, status), count in sorted(self._answers.items()):
+        for (path, status), count in sorted(self._host.answers.items()):
             answers.add_metric([path, str(status)], count)
         yield answers
         about = "From a request to the first piece of its answer."
         yield SummaryMetricFamily(
-            "billfish_first_token_seconds", about, self._service.first_tokens, self._service.first_token_seconds
+            "billfish_first_token_seconds", about, self._host.first_pieces, self._host.first_piece_seconds
         )

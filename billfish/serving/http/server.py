@@ -8,7 +8,8 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
@@ -18,38 +19,47 @@ from billfish.core.errors import DataError, readable
 from billfish.serving.api.service import Service
 from billfish.serving.http.app import make_app
 from billfish.serving.http.keys import Keys
-from billfish.serving.http.limits import ACCEPTED_AT_ONCE, most_connections
+from billfish.serving.http.limits import ACCEPTED_AT_ONCE, BODIES_BYTES, most_connections
+from billfish.serving.http.metrics import metrics_text
 from billfish.serving.http.protocol import Connections, LimitedProtocol
+from billfish.serving.ipc.link import connect_here
+from billfish.serving.ipc.session import Host
 
 LOG = logging.getLogger("billfish.serving")
 READER_SECONDS = 10  # for slow clients to read what was finished
-FAILED_SECONDS = (
-    2.0  # for clients to read errors, and for monitors to see /health, when the engine has ended by an error
-)
+FAILED_SECONDS = 2.0  # for clients to read errors, and for monitors to see /health, when the engine has ended by one
+ReadKeys = Callable[[], Keys]
 
 
-class Server(uvicorn.Server):
-    """Answers HTTP until a signal comes. Then what runs is finished and what comes is refused with 503, and the process
-    ends. A second signal ends it at once."""
+class HttpServer(uvicorn.Server):
+    """Answers HTTP until `should_exit` is set. Clients then have some time to read what was answered."""
 
     def __init__(
         self,
         service: Service,
         keys: Keys,
-        announce: Callable[[], object] = lambda: None,
+        *,
         access_log: bool = True,
         hosts: Collection[str] = (),
         share_prefixes: bool = False,
-        read_keys: Callable[[], Keys] | None = None,
+        fronts: int = 1,
     ) -> None:
-        """announce: called when it listens and minds signals. access_log: whether to log a line for each request.
-        hosts: further names of the server. share_prefixes: among keys. read_keys: called by SIGHUP; what it returns
-        replaces `keys`."""
-        connections = Connections(most_connections())
+        """access_log: whether to log a line for each request. hosts: further names of the server. share_prefixes: among
+        keys. fronts: processes that share connections, and what limits these have together."""
+        connections = Connections(max(1, most_connections() // fronts))
+        app = make_app(
+            service,
+            keys,
+            access_log=access_log,
+            hosts=hosts,
+            share_prefixes=share_prefixes,
+            most_bytes=BODIES_BYTES // fronts,
+        )
         config = uvicorn.Config(
-            make_app(service, keys, access_log=access_log, hosts=hosts, share_prefixes=share_prefixes),
+            app,
             http=partial(LimitedProtocol, others=connections),  # type: ignore[arg-type]
-            backlog=ACCEPTED_AT_ONCE,
+            # asyncio accepts so many connections at a time. One that comes to several processes goes to one that waits.
+            backlog=ACCEPTED_AT_ONCE if fronts == 1 else 1,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -58,12 +68,41 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=READER_SECONDS,
         )
         super().__init__(config)
-        self.service, self._announce = service, announce
-        self._keys, self._read_keys = keys, read_keys
-        self._failed = False
+        self.service, self.keys = service, keys
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(ACCEPTED_AT_ONCE)  # those that wait in the system
+
+
+class Server(HttpServer):
+    """An engine and HTTP in one process. A signal ends it: what runs is finished, what comes is refused with 503. A
+    second signal ends it at once."""
+
+    def __init__(
+        self,
+        host: Host,
+        service: Service,
+        keys: Keys,
+        announce: Callable[[], object] = lambda: None,
+        *,
+        access_log: bool = True,
+        hosts: Collection[str] = (),
+        share_prefixes: bool = False,
+        read_keys: ReadKeys | None = None,
+    ) -> None:
+        """announce: called when it listens and minds signals. read_keys: called by SIGHUP; what it returns replaces
+        `keys`. Others are those of HttpServer."""
+        super().__init__(service, keys, access_log=access_log, hosts=hosts, share_prefixes=share_prefixes)
+        self.host, self._announce, self._read_keys = host, announce, read_keys
+        self._failed = False
+        host.metrics = metrics_text
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        connect_here(self.host, self.service.client)
         await super().startup(sockets)
         if self._read_keys is not None and threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.rotate_keys)
@@ -71,7 +110,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: a server whose engine has failed ends."""
-        if self.service.engine.failure and not self._failed:
+        if self.host.engine.failure and not self._failed:
             self._failed = True
             asyncio.get_running_loop().call_later(FAILED_SECONDS, self._end)
         return await super().on_tick(counter)
@@ -82,28 +121,49 @@ class Server(uvicorn.Server):
     def rotate_keys(self) -> None:
         """Read the keys again. Where they cannot be read, the old ones stay."""
         assert self._read_keys is not None
-        try:
-            self._keys.replace(self._read_keys())
-        except DataError as error:
-            LOG.error("SIGHUP: the API keys stay as they were. %s", error)
-        else:
-            LOG.info("SIGHUP: read %d API keys", len(self._keys))
+        if (keys := reread(self._read_keys)) is not None:
+            self.keys.replace(keys)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come."""
-        if self.service.closing:
+        if self.host.closing:
             self.should_exit = self.force_exit = True
             return
-        self.service.closing = True
+        self.host.closing = self.service.closing = True
         threading.Thread(target=self._finish, name="billfish-closing", daemon=True).start()
 
     def _finish(self) -> None:
-        counts = self.service.engine.counts()  # not in the signal's handler, which may interrupt another line
-        left = counts.running + counts.waiting
-        answers = f"finishing {left} answer{'s' * (left > 1)}; Ctrl-C again ends at once"
-        LOG.info(answers if left else "stopping")
-        self.service.engine.close(finish=True)
+        finish(self.host)
         self.should_exit = True
+
+
+def finish(host: Host) -> None:
+    """Wait for all answers. Not in a signal's handler, which may interrupt a line that has a lock."""
+    counts = host.engine.counts()
+    left = counts.running + counts.waiting
+    answers = f"finishing {left} answer{'s' * (left > 1)}; Ctrl-C again ends at once"
+    LOG.info(answers if left else "stopping")
+    host.engine.close(finish=True)
+
+
+def reread(read_keys: ReadKeys) -> Keys | None:
+    """The keys that SIGHUP asks for; None where they cannot be read."""
+    try:
+        keys = read_keys()
+    except DataError as error:
+        LOG.error("SIGHUP: the API keys stay as they were. %s", error)
+        return None
+    LOG.info("SIGHUP: read %d API keys", len(keys))
+    return keys
+
+
+class FrontServer(HttpServer):
+    """HTTP alone. Signals are for the engine's process, which tells when to end."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None."""
+        yield
 
 
 def listen(host: str, port: int) -> socket.socket:

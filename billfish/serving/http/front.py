@@ -1,0 +1,102 @@
+"""A front process: HTTP, chat templates and tokenizers. It asks the engine of the process that has started it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from billfish.core.log_line import logging_to_stderr
+from billfish.llm.chat_template import start_process
+from billfish.llm.text_model import TextModel
+from billfish.serving.api.service import EngineFacts, Service
+from billfish.serving.http.keys import Keys
+from billfish.serving.http.server import FrontServer
+from billfish.serving.ipc import messages
+from billfish.serving.ipc.client import EngineClient
+from billfish.serving.ipc.link import HEAD, SocketLink
+
+IGNORED = ("SIGINT", "SIGTERM", "SIGHUP")  # which a terminal or a service manager sends to all processes at once
+
+
+class Front(FrontServer):
+    """Serves until the engine's process says so, or has ended."""
+
+    def __init__(self, told: messages.Configure, end: socket.socket) -> None:
+        """end: of the pair to the engine's process."""
+        model = TextModel.open(Path(told.path))
+        model.adapters = {name: number for number, name in enumerate(told.adapters)}
+        facts = EngineFacts(told.streams, told.context, told.queue, told.nbytes)
+        client = EngineClient(model.tokenizer)
+        service = Service(client, model, facts, told.name, strict_fields=told.strict_fields)
+        service.warm_up()
+        super().__init__(
+            service,
+            Keys.of_digests(told.keys),
+            access_log=told.access_log,
+            hosts=told.hosts,
+            share_prefixes=told.share_prefixes,
+            fronts=told.fronts,
+        )
+        self._end = end
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        link = SocketLink(self._end, messages.ToFront, self._told, self._lost)
+        self.service.client.connect(link.send)
+        await super().startup(sockets)
+        link.send(messages.Ready())
+
+    def _told(self, message: messages.ToFront) -> None:
+        if isinstance(message, messages.Rotate):
+            self.keys.replace(Keys.of_digests(message.keys))
+        elif isinstance(message, messages.Closing):
+            self.service.closing = True
+        elif isinstance(message, messages.Exit):
+            self.should_exit = True
+        else:
+            self.service.client.receive(message)
+
+    def _lost(self) -> None:
+        """The engine's process has ended. Clients are told before this one ends, too."""
+        self.service.client.lose()
+        self.should_exit = True
+
+
+def first_message(end: socket.socket) -> messages.Configure:
+    """Wait for it. Raises EOFError where the other process has ended."""
+
+    def read(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = end.recv(count - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+    (size,) = HEAD.unpack(read(HEAD.size))
+    return msgspec.msgpack.decode(read(size), type=messages.Configure)
+
+
+def main() -> None:
+    """Arguments: numbers of the listening socket and of the end of the pair to the engine's process."""
+    for name in IGNORED:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    listening, end = (socket.socket(fileno=int(number)) for number in sys.argv[-2:])
+    end.set_inheritable(False)  # processes of this one must not keep the pair open
+    listening.set_inheritable(False)
+    with logging_to_stderr():
+        start_process()
+        try:
+            told = first_message(end)
+        except EOFError:
+            return
+        front = Front(told, end)
+        asyncio.run(front.serve([listening]))
+        front.service.close()
