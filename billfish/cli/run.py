@@ -137,6 +137,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.raw:
         start_process()
     model = load_model("run", arguments, path)
+    model.decoder.check_answers("run")
     load_adapters(model, arguments.lora)
     if not arguments.raw and model.template is None:
         raise ModelError(f"run: {readable(model.config.name)} has no chat template. Pass --raw to continue the prompt.")

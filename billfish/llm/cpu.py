@@ -214,7 +214,7 @@ class CpuDecoder(Decoder):
         return self._native.seconds()
 
     def add_adapter(self, parts: Sequence[AdaptedMatrix]) -> int:
-        return self._native.add_adapter([tuple(part) for part in parts])
+        return self._native.add_adapter([(each.layer, each.which, each.down, each.up, each.scale) for each in parts])
 
     def cache(self, capacity: int = 256) -> CpuCache:
         return CpuCache(self.config, capacity, self.cache_type)

@@ -18,6 +18,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 import billfish as bf
 from billfish.checkpoints.names.gguf_names import by_gguf_names
+from billfish.cli.main import main
 from billfish.llm import load
 
 EVERY = pytest.mark.parametrize("name", ENCODERS)
@@ -156,12 +157,14 @@ def test_scores_of_pairs_are_those_of_transformers(name, tmp_path):
             ours.generate("a")
 
 
-def test_errors(folders, monkeypatch, tmp_path):
+def test_errors(folders, capsys, tmp_path):
     folder, _ = folders("bert")
     model = load(folder, device="cpu")
     for call in (model.generate, model.logits, lambda prompt: model.generate_batch([prompt])):
         with pytest.raises(bf.ModelError, match=r"encoder.*embed_text"):
             call([5, 6])
+    assert main(["run", str(folder), "-p", "a"]) == 2
+    assert "encoder" in capsys.readouterr().err
     with pytest.raises(bf.ModelError, match="no classifier"):
         model.rank("a", "b")
     with pytest.raises(bf.ModelError, match="context"):
