@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from billfish.core.formats import FORMATS, get_format, register
     from billfish.core.quantized_experts import QuantizedExperts
     from billfish.core.tensor import QuantizedTensor
-    from billfish.nn import MarlinLinear, ModelReport, QuantizedLinear, WarmUp, load_into, quantize_model, warm_up
+    from billfish.nn import MarlinLinear, QuantizedLinear, WarmUp, load_into, warm_up
+    from billfish.nn.quantize_model import ModelReport, quantize_model
     from billfish.nn.torch.calibration import calibrate
     from billfish.ops.expert_linear import expert_linear, experts
     from billfish.ops.ggml_blocks import (

@@ -13,9 +13,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Collection, Iterable
+from typing import IO
 
 SECONDS = 5.0  # for one pattern and all names
 QUANTIFIERS = "*+?{"  # without any of them a pattern takes no longer than a name is long
+
+
+def _put_lines(stream: IO[bytes], done: queue.Queue[bytes]) -> None:
+    for line in stream:
+        done.put(line)
 
 
 def endless_pattern(patterns: Iterable[str], names: Collection[str]) -> str | None:
@@ -28,7 +34,7 @@ def endless_pattern(patterns: Iterable[str], names: Collection[str]) -> str | No
         assert process.stdin is not None
         assert process.stdout is not None
         done: queue.Queue[bytes] = queue.Queue()
-        reader = threading.Thread(target=lambda: [done.put(line) for line in process.stdout or ()], daemon=True)
+        reader = threading.Thread(target=_put_lines, args=(process.stdout, done), daemon=True)
         reader.start()
         try:
             with process.stdin as stdin:
