@@ -6,7 +6,7 @@ import random
 import sys
 
 import pytest
-from attack import faults, folders, gguf_files, run
+from attack import faults, folders, gguf_files, guided, run
 from attack.cases import Case, as_json, read_all, run_model
 from attack.findings import FINDINGS
 
@@ -44,6 +44,17 @@ def test_what_the_generators_break_was_whole(tmp_path):
     (folder / "config.json").write_bytes(as_json(folders.CONFIG))
     (folder / "tokenizer.json").write_bytes(as_json(folders.tokenizer()))
     run_model(folder)
+
+
+@pytest.mark.parametrize("kind", guided.SUFFIXES)
+def test_files_that_reached_new_lines_are_refused_or_harmless(kind, tmp_path):
+    files = sorted((guided.CORPUS / kind).iterdir())
+    assert len(files) > 10
+    for file in files:
+        name = f"file{guided.SUFFIXES[kind]}"
+        case = Case(file.name, {name: file.read_bytes()}, lambda folder, name=name: guided.attempt(kind)(folder / name))
+        result = run.attempted(case, tmp_path)
+        assert not result["failure"], file.name
 
 
 def test_disks_that_fail_leave_no_half_output():

@@ -3,7 +3,7 @@
 KIND is gguf, safetensors or statistics. atheris (`pip install atheris`) changes files so that they run lines of the
 readers that no file before them has run; words with a dash are libFuzzer's. It ends at the first file that raises
 what is no error of ours, and leaves that file. FOLDER, `corpus/KIND` beside this script by default, gets the files that
-reached new lines; `-merge=1 SMALL LARGE` keeps the fewest that reach as much. `make test` reads all of the corpus.
+reached new lines; the small ones of a run are kept there, and `make test` reads them.
 """
 
 from __future__ import annotations

@@ -33,10 +33,12 @@ def nested(rng: random.Random) -> Schema:
                 {"type": "array", "items": schema},
                 {"type": "object", "properties": {"a": schema}, "required": ["a"]},
                 {"anyOf": [schema, {"type": "integer"}]},
-                {"allOf": [schema, schema]} if rng.random() < 0.1 else {"oneOf": [schema]},
+                {"oneOf": [schema]},
                 {"not": schema},
             ]
         )
+    for _ in range(rng.randrange(7)):  # each doubles it
+        schema = {"allOf": [schema, schema]}
     return schema
 
 

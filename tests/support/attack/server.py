@@ -47,6 +47,7 @@ from attack.schemas import bomb, tool  # noqa: E402
 SECONDS = 5.0  # for the answer to a whole request
 SCHEMA_SECONDS = 20.0  # for one with a schema, which may wait for others to be compiled
 HEAD_SECONDS = 15.0  # for the end of a connection that sends no whole head
+WHOLE_SECONDS = 60.0  # for all of an attack, sending included
 KNOWN_STATUSES = {200, 400, 401, 404, 405, 408, 413, 415, 421, 426, 429, 431, 503}
 GROWTH = 64 << 20  # bytes that the server may have more in the end
 QUIET_SECONDS, ROUND = 4.0, 5000  # seconds of a quiet round, and requests of another one
@@ -373,7 +374,7 @@ async def send(server: Attacked, requests: int, clients: int, rng: random.Random
             left -= 1
             name = kind.__name__
             try:
-                count = await kind(server, random.Random(seed))
+                count = await asyncio.wait_for(kind(server, random.Random(seed)), WHOLE_SECONDS)
             except Exception as error:
                 count = 1
                 server.failures.append(f"{name} {seed}: {type(error).__name__}: {str(error)[:500]}")
