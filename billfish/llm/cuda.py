@@ -1,4 +1,4 @@
-"""The decoder on a GPU: a model's matrices in bricks, its texts in pages, and a token's launches in one graph."""
+"""The decoder on a GPU: a model's matrices in bricks, its sequences in pages, and steps that nothing waits for."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from billfish.backends import BACKENDS
 from billfish.backends.cuda.backend import CudaBackend
 from billfish.backends.cuda.compile import check_compiler
-from billfish.backends.cuda.decoder import DeviceDecoder, captured
+from billfish.backends.cuda.decoder import DeviceDecoder
 from billfish.backends.cuda.driver import (
     OutOfMemory,
-    Pinned,
     Stream,
     check,
     check_device,
@@ -26,46 +25,85 @@ from billfish.backends.cuda.driver import (
     device,
     driver,
     free_bytes,
-    synchronize,
 )
 from billfish.backends.cuda.embedding import DeviceEmbedding
-from billfish.backends.cuda.recurrent import feed_chunks
-from billfish.backends.cuda.step_memory import CHOICE, PAGE, Batch, StepMemory
+from billfish.backends.cuda.step_memory import PAGE
 from billfish.core.errors import BackendUnavailable, DataError, ModelError, bad_argument, failure
 from billfish.core.typing import Activations
 from billfish.llm.cuda_blocks import BlockMaker
 from billfish.llm.cuda_kv_cache import CudaCache, SequencePool
+from billfish.llm.cuda_steps import SCORED, CudaSteps, Fed, Result, choices, padded
 from billfish.llm.cuda_weights import GpuWeights
-from billfish.llm.decoder_base import Decoder, Passage
+from billfish.llm.decoder_base import PENDING, Decoder, Passage, PendingStep
 from billfish.llm.kv_cache import Floats
 from billfish.llm.model_weights import CALL, ModelTensors
 from billfish.llm.sampler import Sampler
 
-TOGETHER = 256  # texts that go on together, at most
-LONG = 2048  # positions of a text from which on more CTAs share its keys
-COLDEST = 1e-30  # of temperatures: below it, all but the best token have no chance, and float32 no inverse
-SCORED = 64  # rows whose scores are in memory beside a prompt
+TOGETHER = 512  # sequences that are in one step, at most
 EIGHT_BITS = ("fp8", "q8")  # x in products of prompts, where matrices have formats that can; Hopper's
 CHUNK, FEW_CHUNK = 2048, 64  # rows of a prompt at once; on GPUs that are not Hopper the kernels take no more than 64
 
 
-class Piece(NamedTuple):
-    """Tokens of a text that are fed at once."""
+class CudaPending(PendingStep):
+    """Steps under way for some passages: one, or several where the passages are long or many."""
 
-    cache: CudaCache
-    tokens: list[int]
-    of: int  # the number of its passage
-    last: bool  # of its passage, whose next token is asked for
+    def __init__(self, decoder: CudaDecoder, caches: Sequence[CudaCache], samplers: Sequence[Sampler]) -> None:
+        self._decoder: CudaDecoder | None = decoder
+        self._caches, self._samplers = [weakref.ref(cache) for cache in caches], samplers
+        self._lengths = [len(cache.tokens) for cache in caches]
+        self.results: list[Result] = []
+        self._places: list[tuple[weakref.ref[CudaCache], int]] = []  # where caches hold PENDING
+        self._tokens: list[int] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._tokens is not None
+
+    def on_device(self, cache: CudaCache) -> bool:
+        """Whether the device itself chooses the token of a cache."""
+        return not self._samplers[self._number(cache)].needs_scores
+
+    def token_of(self, cache: CudaCache) -> int:
+        return self.tokens()[self._number(cache)]
+
+    def _number(self, cache: CudaCache) -> int:
+        return next(i for i, each in enumerate(self._caches) if each() is cache)
+
+    def will_fill(self, cache: CudaCache) -> None:
+        """The last token of the cache is PENDING."""
+        self._places.append((weakref.ref(cache), len(cache.tokens) - 1))
+
+    def undo(self) -> None:
+        """The caches hold what they held before."""
+        for cache, length in zip(self._caches, self._lengths, strict=True):
+            if (found := cache()) is not None:
+                del found.tokens[length:]
+
+    def tokens(self) -> list[int]:
+        if self._tokens is None:
+            assert self._decoder is not None
+            try:
+                chosen = self._decoder.read(self.results, self._samplers)
+            except BaseException:
+                self.undo()
+                raise
+            self._tokens, self.results, self._decoder = chosen, [], None
+            for cache, place in self._places:
+                found = cache()
+                if found is not None and place < len(found.tokens) and found.tokens[place] == PENDING:
+                    found.tokens[place] = self.token_of(found)
+        return self._tokens
 
 
 class Ahead(NamedTuple):
-    """A step that was launched before anybody asked for it: what has to be asked for."""
+    """A step that was submitted before anybody asked for it: what has to be asked for."""
 
     cache: weakref.ref[CudaCache]
     position: int
-    token: int
     choice: bytes
     batch_invariant: bool
+    before: CudaPending  # which chose the token that was fed
+    result: Result
 
 
 class CudaDecoder(Decoder):
@@ -73,6 +111,7 @@ class CudaDecoder(Decoder):
 
     usual = exact = None
     cache_types, cache_type = ("float16",), "float16"
+    overlaps = True
 
     def __init__(self, tensors: ModelTensors, ordinal: int) -> None:
         super().__init__(tensors)
@@ -111,15 +150,18 @@ class CudaDecoder(Decoder):
             tables=len(maker.layout.tables),
             ordinal=self._ordinal,
         )
-        self._pages_of_text = -(-self.config.context // PAGE)
-        stream = Stream(self._ordinal)
-        self._stream = stream.pointer
-        with current(self._ordinal):
-            self._read = driver().CUevent(int(check(driver().cuEventCreate(2), "an event")))  # 2: without a time
-        self._pool = SequencePool(maker.layout, stream, self._lock)
-        self._chosen = Pinned(TOGETHER, self._ordinal)
-        self._prompts: StepMemory | None = None
-        self._tokens: TokenSteps | None = None
+        self._stream = Stream(self._ordinal)
+        self._pool = SequencePool(maker.layout, self._stream, self._lock)
+        scratch = CudaCache(self.config, self._pool, 1)
+        scratch.expect(1)
+        self._steps = CudaSteps(
+            self._layers,
+            self._stream,
+            scratch,
+            chunk=self.chunk,
+            most_rows=CHUNK + TOGETHER if self._hopper else FEW_CHUNK,
+            pages=-(-self.config.context // PAGE),
+        )
 
     @property
     def kernels(self) -> str:
@@ -149,35 +191,29 @@ class CudaDecoder(Decoder):
     def __del__(self) -> None:
         """Waits for a step that is under way; then memory may go. Its stream may be gone already, where the decoder is
         collected as a part of a cycle."""
-        if not hasattr(self, "_stream") or not hasattr(self, "_tokens"):
+        if not hasattr(self, "_steps"):
             return
         try:
             with current(self._ordinal):
                 check(driver().cuCtxSynchronize(), "waiting for the device")
-                if self._tokens is not None:
-                    self._tokens.destroy_graphs()
-                check(driver().cuEventDestroy(self._read), "an event")
+                self._steps.destroy_graphs()
         except Exception:  # the interpreter ends, and the driver may be gone
             return
 
     # ---- computing ----------------------------------------------------------------------------------------------
 
     def run(self, passages: Sequence[Passage], activations: Activations | None) -> Floats:
-        pieces = self._pieces(passages)
         out = np.empty((sum(len(tokens) for _, tokens in passages), self.config.hidden), np.float32)
         starts = np.cumsum([0, *(len(tokens) for _, tokens in passages)])
         with self._working(passages):
-            for group in self._groups(pieces):
-                step, rows = self._prompt_step(), self._launch(group, activations)
-                self._layers.finish(self._stream, step, rows)  # adds the last product
-                hidden = np.empty((rows, self.config.hidden), np.float32)
-                copy_out(hidden, step.at("hidden"), self._stream)
-                row = 0
-                for piece in group:
-                    start = starts[piece.of]
-                    out[start : start + len(piece.tokens)] = hidden[row : row + len(piece.tokens)]
-                    starts[piece.of] += len(piece.tokens)
-                    row += len(piece.tokens)
+            self._drop_ahead()
+            for _, group in self._groups([], self._pieces(passages)):
+                hidden, row = self._steps.hidden(group, activations or "exact"), 0
+                for fed in group:
+                    start = starts[fed.number]
+                    out[start : start + len(fed.tokens)] = hidden[row : row + len(fed.tokens)]
+                    starts[fed.number] += len(fed.tokens)
+                    row += len(fed.tokens)
                 self._taken(group)
         return out
 
@@ -185,53 +221,78 @@ class CudaDecoder(Decoder):
         self.check_hidden(hidden)
         out = np.empty((len(hidden), self.config.vocabulary), np.float32)
         with self._working([]):
-            step = self._prompt_step()
+            step, stream = self._steps.memory, self._stream.pointer
             for start in range(0, len(hidden), SCORED):
                 rows = np.ascontiguousarray(hidden[start : start + SCORED])
-                copy_in(step.at("hidden"), rows, self._stream)
-                self._layers.finish(self._stream, step, len(rows), added=False)
-                self._layers.score(self._stream, step, len(rows))
-                copy_out(out[start : start + SCORED], step.at("scores"), self._stream)
+                copy_in(step.at("hidden"), rows, stream)
+                self._layers.finish(stream, step, len(rows), added=False)
+                self._layers.score(stream, step, len(rows))
+                copy_out(out[start : start + SCORED], step.at("logits"), stream)
         return out
 
     def choose(
         self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
     ) -> list[int]:
-        chosen = [0] * len(samplers)
-        on_host = [i for i, sampler in enumerate(samplers) if sampler.needs_scores]
-        here = [i for i in range(len(passages)) if i not in on_host]
-        singles = [i for i in here if len(passages[i][1]) == 1 and i < len(samplers)]
-        longer = [i for i in here if i not in singles]
+        """A single sequence gets one step more than it asks for, which runs while the caller looks at the token."""
         with self._working(passages):
-            for start in range(0, len(singles), self._together):
-                group = singles[start : start + self._together]
-                tokens = self._go_on([passages[i] for i in group], [samplers[i] for i in group])
-                for i, token in zip(group, tokens, strict=True):
-                    chosen[i] = token
-            pieces = self._pieces([passages[i] for i in longer], sum(i < len(samplers) for i in longer))
-            for pieces_together in self._groups(pieces):
-                scored = [longer[piece.of] for piece in pieces_together if piece.last]
-                self._launch(pieces_together, activations, choices([samplers[i] for i in scored]))
-                for i, token in zip(scored, self._choose_prompts(len(scored)), strict=True):
-                    chosen[i] = token
-                    samplers[i].move_on()
-                self._taken(pieces_together)
-            if on_host:
-                ends = np.cumsum([len(passages[i][1]) for i in on_host])
-                scores = self.logits(self.run([passages[i] for i in on_host], activations)[ends - 1], activations)
-                for i, row in zip(on_host, scores, strict=True):
-                    chosen[i] = samplers[i].choose(row)
+            alone = len(passages) == 1 and len(passages[0][1]) == 1 and not any(s.needs_scores for s in samplers)
+            pending = self._take_ahead(passages[0], samplers) if alone and samplers else None
+            pending = pending or self._submit(passages, samplers, activations)
+            if alone and samplers:
+                try:
+                    self._go_ahead(pending, passages[0][0], samplers[0], activations)
+                except BaseException:
+                    pending.undo()
+                    raise
+            return pending.tokens()
+
+    def submit(
+        self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
+    ) -> PendingStep:
+        with self._working(passages):
+            return self._submit(passages, samplers, activations)
+
+    def warm(self, sequences: int, activations: Activations | None) -> None:
+        with self._working([]):
+            self._steps.warm(min(sequences, self._together), activations or "exact")
+
+    def read(self, results: Sequence[Result], samplers: Sequence[Sampler]) -> list[int]:
+        """Wait for steps: the tokens of all passages with samplers."""
+        chosen = [0] * len(samplers)
+        for result in results:
+            result.wait()
+            tokens = result.tokens
+            for number, place in result.numbers.items():
+                if number in result.places:
+                    chosen[number] = samplers[number].choose(result.logits(number, self.config.vocabulary))
+                else:
+                    chosen[number] = int(tokens[place])
+        with self._lock:
+            for result in results:
+                self._steps.give_back(result)
         return chosen
+
+    @property
+    def _together(self) -> int:
+        return TOGETHER if self._hopper else FEW_CHUNK
 
     @contextmanager
     def _working(self, passages: Sequence[Passage]) -> Iterator[None]:
         """The device is current, and the decoder and all caches are this thread's."""
-        for _, tokens in passages:
-            self.check_tokens("llm.run", "tokens", tokens)
+        for cache, tokens in passages:
+            assert isinstance(cache, CudaCache)
+            if tokens != [PENDING] or cache.choosing is None:
+                self.check_tokens("llm.run", "tokens", tokens)
         with self._locked(passages), self._lock, current(self._ordinal):
             backend = BACKENDS["cuda"]
             assert isinstance(backend, CudaBackend)
             self._layers.batch_invariant = bool(backend.batch_invariant)
+            sequences = min(max(1, len(passages)), self._together)
+            if sequences > self._steps.sequences:  # tokens that are chosen in the memory of now
+                for cache, tokens in passages:
+                    if tokens == [PENDING]:
+                        cast("CudaCache", cache).choosing.tokens()
+            self._steps.grow(sequences)
             for cache, tokens in passages:
                 positions, context = len(cache.tokens) + len(tokens), self.config.context
                 if positions > context:
@@ -242,249 +303,118 @@ class CudaDecoder(Decoder):
                 cache.reserve(positions)
             yield
 
-    # ---- passages of several tokens -----------------------------------------------------------------------------
+    # ---- steps --------------------------------------------------------------------------------------------------
 
-    def _pieces(self, passages: Sequence[Passage], scored: int = 0) -> list[Piece]:
-        """Where a text is cut does not depend on the texts beside it. The first pieces of all texts come first.
-        scored: so many passages, the first ones, end with a row that gets scores."""
-        pieces = []
-        for of, (cache, tokens) in enumerate(passages):
+    def _submit(
+        self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
+    ) -> CudaPending:
+        """One step, if it has room for all passages. Those of one token decode, others are parts of prompts."""
+        self._drop_ahead()
+        caches = [cast("CudaCache", cache) for cache, _ in passages]
+        pending, by_number = CudaPending(self, caches, samplers), dict(enumerate(samplers))
+        given = [(cache, self._known(cache, tokens)) for cache, (_, tokens) in zip(caches, passages, strict=True)]
+        pieces = self._pieces(given)
+        decoding = [fed for fed in pieces if len(given[fed.number][1]) == 1]
+        prompts = [fed for fed in pieces if len(given[fed.number][1]) > 1]
+        try:
+            for decodes, parts in self._groups(decoding, prompts):
+                asked = [fed.number for fed in (*decodes, *parts) if fed.last and fed.number in by_number]
+                of_step = {number: by_number[number] for number in asked}
+                pending.results.append(self._steps.launch(decodes, parts, of_step, activations or "exact"))
+                self._taken([*decodes, *parts])
+        except BaseException:
+            pending.undo()
+            raise
+        for sampler in samplers:
+            if not sampler.needs_scores:
+                sampler.move_on()
+        for cache, tokens in given:
+            if tokens == [PENDING]:
+                cache.choosing.will_fill(cache)
+        for cache in caches[: len(samplers)]:
+            cache.choosing = pending
+        return pending
+
+    def _known(self, cache: CudaCache, tokens: list[int]) -> list[int]:
+        """The tokens to feed; PENDING, where the device alone knows."""
+        chooser: CudaPending | None = cache.choosing
+        if tokens != [PENDING] or chooser is None:
+            return tokens
+        unknown = not chooser.done and chooser.on_device(cache) and self._steps.knows(cache)
+        return tokens if unknown else [chooser.token_of(cache)]
+
+    def _pieces(self, passages: Sequence[Passage]) -> list[Fed]:
+        """Where a sequence is cut does not depend on those beside it. The first pieces of all come first."""
+        pieces = list[tuple[int, Fed]]()
+        for number, (cache, tokens) in enumerate(passages):
             assert isinstance(cache, CudaCache)
             for start in range(0, len(tokens), self.chunk):
                 part = tokens[start : start + self.chunk]
-                pieces.append((start, Piece(cache, part, of, of < scored and start + len(part) == len(tokens))))
+                ends = self.ends_in(len(cache.tokens) + start, part)
+                last = start + len(part) == len(tokens)
+                pieces.append((start, Fed(cache, part, number, last, ends)))
         return [piece for _, piece in sorted(pieces, key=lambda each: each[0])]
 
-    def _groups(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-        """Pieces that are fed together: as many as the memory of a step has rows for, and of a text one."""
-        group, rows, texts = list[Piece](), 0, set[int]()
-        for piece in pieces:
-            if rows + len(piece.tokens) > self.chunk or len(group) == SCORED or piece.of in texts:
-                yield group
-                group, rows, texts = [], 0, set()
-            group.append(piece)
-            rows += len(piece.tokens)
-            texts.add(piece.of)
-        if group:
-            yield group
+    def _groups(self, decoding: Sequence[Fed], prompts: Sequence[Fed]) -> Iterator[tuple[list[Fed], list[Fed]]]:
+        """What goes into one step: as much as its memory has room for, and of a sequence one piece."""
+        step, most = self._steps.memory, self._steps.sequences
+        decodes = list(decoding)
+        while len(decodes) > most:
+            yield decodes[:most], []
+            decodes = decodes[most:]
+        group, numbers = list[Fed](), set[int]()
+        for fed in prompts:
+            first = padded(len(decodes)) if decodes else 0
+            rows = first + sum(len(each.tokens) for each in group) + len(fed.tokens)
+            if rows > step.rows or first + len(group) >= step.scored or fed.number in numbers:
+                yield decodes, group
+                decodes, group, numbers = [], [], set()
+            group.append(fed)
+            numbers.add(fed.number)
+        if decodes or group:
+            yield decodes, group
 
-    def _prompt_step(self) -> StepMemory:
-        if self._prompts is None:
-            self._prompts = self._layers.step(self.chunk, SCORED, self._pages_of_text, SCORED)
-        return self._prompts
-
-    def _launch(
-        self, pieces: Sequence[Piece], activations: Activations | None, how: np.ndarray[Any, Any] | None = None
-    ) -> int:
-        """All layers for pieces of texts, and scores for the last row of each that is the last one: how many rows."""
-        self._ahead = None  # its text may be another one now
-        step, stream, size = self._prompt_step(), self._stream, self._layers.query_block
-        blocks, spans, last, rows = list[tuple[int, int, int, int]](), list[tuple[int, int]](), [], 0
-        for text, piece in enumerate(pieces):
-            piece.cache.expect(len(piece.tokens))
-            first, end = len(piece.cache.tokens), len(piece.cache.tokens) + len(piece.tokens)
-            blocks += [(rows + p - first, min(size, end - p), text, p) for p in range(first, end, size)]
-            spans.append((rows, len(piece.tokens)))
-            rows += len(piece.tokens)
-            if piece.last:
-                last.append(rows - 1)
-        blocks.sort(key=lambda block: -block[3])  # those with the most keys start first
-        lengths = [len(piece.tokens) for piece in pieces]
-        starts = [len(piece.cache.tokens) for piece in pieces]
-        parts = {
-            "tokens": [token for piece in pieces for token in piece.tokens],
-            "positions": np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]),
-            "texts": np.repeat(np.arange(len(pieces)), lengths),
-            "spans": spans,
-            "blocks": blocks,
-            "scored": last,
-        }
-        for name, values in parts.items():
-            copy_in(step.at(name), np.asarray(values, np.int32), stream)
-        for text, piece in enumerate(pieces):
-            for table, pages in enumerate(piece.cache.lists):
-                copy_in(step.pages(table, text), self._pages(pages.pages), stream)
-        copy_in(step.at("states"), np.array([piece.cache.state for piece in pieces], np.uint64), stream)
-        if how is not None:
-            copy_in(step.at("choices"), how, stream)
-        chunks = self._feed_states(step, pieces)
-        batch, x = Batch(rows, len(pieces), len(blocks), chunks=chunks), activations or "exact"
-        self._layers.prepare(step, batch, scored=len(last), activations=x)
-        self._layers.run(stream, step, batch, scored=len(last), activations=x)
-        return rows
-
-    def _feed_states(self, step: StepMemory, pieces: Sequence[Piece]) -> int:
-        """Bring recurrent states to where the pieces begin, and tell the step of their chunks: how many there are."""
-        chunks = []
-        for cache, tokens, *_ in pieces:
+    def _taken(self, fed: Sequence[Fed]) -> None:
+        """Keys and values are there, or on their way."""
+        for cache, tokens, *_ in fed:
+            cache.tokens.extend(tokens)
             if cache.states is not None:
-                start = len(cache.tokens)
-                chunks.append(cache.states.prepare(start, len(tokens), self.ends_in(start, tokens)))
-        return feed_chunks(self._stream, step, chunks) if chunks else 0
+                cache.states.done(len(cache.tokens))
 
-    def _choose_prompts(self, scored: int) -> list[int]:
-        step = self._prompt_step()
-        if scored:
-            self._layers.choose(self._stream, step, scored)
-        tokens = np.empty(scored, np.int32)
-        copy_out(tokens, step.at("tokens"), self._stream)
-        return [int(token) for token in tokens]
+    # ---- a step more than was asked for ---------------------------------------------------------------------------
 
-    def _pages(self, pages: list[int]) -> np.ndarray[Any, Any]:
-        """As many as a row of the table has room for."""
-        return np.array(pages[: self._pages_of_text], np.uint64)
+    def _take_ahead(self, passage: Passage, samplers: Sequence[Sampler]) -> CudaPending | None:
+        """The step that is under way already, if it is the one that is asked for."""
+        ahead, cache, tokens = self._ahead, cast("CudaCache", passage[0]), passage[1]
+        if ahead is None or ahead.cache() is not cache or ahead.position != len(cache.tokens) or not ahead.before.done:
+            return None
+        asked = choices(samplers).tobytes(), self._layers.batch_invariant
+        if asked != (ahead.choice, ahead.batch_invariant) or tokens != [ahead.before.token_of(cache)]:
+            return None
+        self._ahead, pending = None, CudaPending(self, [cache], samplers)
+        pending.results.append(ahead.result)
+        cache.tokens += tokens
+        samplers[0].move_on()
+        cache.choosing = pending
+        return pending
 
-    def _taken(self, pieces: Sequence[Piece]) -> None:
-        """Keys and values are there."""
-        for piece in pieces:
-            piece.cache.tokens.extend(piece.tokens)
-            if piece.cache.states is not None:
-                piece.cache.states.done(len(piece.cache.tokens))
+    def _drop_ahead(self) -> None:
+        """Its sequence may be another one now."""
+        if self._ahead is not None:
+            self._steps.give_back(self._ahead.result)  # what is under way ends before its memory is written again
+            self._ahead = None
 
-    # ---- a token of each text -----------------------------------------------------------------------------------
-
-    @property
-    def _together(self) -> int:
-        return TOGETHER if self._hopper else FEW_CHUNK
-
-    def _go_on(self, passages: Sequence[Passage], samplers: Sequence[Sampler]) -> list[int]:
-        """The next token of texts that each got one token more."""
-        ahead, self._ahead = self._ahead, None  # whatever happens below
-        caches = [cache for cache, _ in passages if isinstance(cache, CudaCache)]
-        tokens, positions = [fed[0] for _, fed in passages], [len(cache.tokens) for cache in caches]
-        how = choices(samplers)
-        if self._tokens is None or self._tokens.rows < len(passages):
-            rows = 1 << (len(passages) - 1).bit_length()
-            if self._tokens is not None:
-                self._tokens.close()
-                self._tokens = None  # before there is another
-            self._tokens = TokenSteps(self._layers, rows, self._pages_of_text, self._stream)
-        steps, alone = self._tokens, len(passages) == 1
-        goes_on = alone and positions[0] + 1 < min(self.config.context, caches[0].capacity)
-        for cache in caches:
-            cache.expect(1 + goes_on)
-        invariant = self._layers.batch_invariant
-        asked = Ahead(weakref.ref(caches[0]), positions[0], tokens[0], how.tobytes(), invariant) if alone else None
-        if asked is None or asked != ahead:
-            steps.feed(tokens, positions, how, caches)
-            with states_of(caches, positions, [self.ends_in(p, [t]) for p, t in zip(positions, tokens, strict=True)]):
-                steps.launch(len(passages), long=max(positions) >= LONG)
-        d = driver()
-        source, count = steps.step.at("tokens"), len(passages)
-        check(d.cuMemcpyDtoHAsync(self._chosen.pointer, source, 4 * count, self._stream), "copying from the device")
-        check(d.cuEventRecord(self._read, self._stream), "an event")
-        for sampler in samplers:
-            sampler.move_on()
-        if goes_on and caches[0].states is not None:
-            goes_on = caches[0].states.keep()  # if nobody asks for the step, it has to be undone
-        if goes_on:  # the next step begins while Python looks at this one's token
-            how = choices(samplers)
-            steps.feed(None, None, how, caches)
-            with states_of(caches, [positions[0] + 1]):
-                steps.launch(1, long=positions[0] + 1 >= LONG)
-        check(d.cuEventSynchronize(self._read), "waiting for the device")
-        chosen = [int(token) for token in self._chosen.array[:count]]
-        if goes_on:
-            self._ahead = Ahead(weakref.ref(caches[0]), positions[0] + 1, chosen[0], how.tobytes(), invariant)
-        for cache, (_, fed) in zip(caches, passages, strict=True):
-            cache.tokens.extend(fed)
-        return chosen
-
-
-@contextmanager
-def states_of(
-    caches: Sequence[CudaCache], positions: Sequence[int], ends: Sequence[Sequence[int]] = ((),)
-) -> Iterator[None]:
-    """Recurrent states are behind these positions when a decode step is launched, and one further after it. ends: of
-    each cache, the positions where a message ends."""
-    states = [cache.states for cache in caches if cache.states is not None]
-    chunks = [each.prepare(start, 1, end) for each, start, end in zip(states, positions, ends, strict=bool(states))]
-    yield
-    for each, made, start in zip(states, chunks, positions, strict=bool(states)):
-        each.save(made)
-        each.done(start + 1)
-
-
-class TokenSteps:
-    """Steps of one token for each text: their memory, which keeps what it was fed; a graph for each number of texts,
-    and another where one is long."""
-
-    def __init__(self, layers: DeviceDecoder, rows: int, pages_of_text: int, stream: int) -> None:
-        self.rows, self.step = rows, layers.step(rows, rows, pages_of_text, rows)
-        self._layers, self._stream, self._pages_of_text = layers, stream, pages_of_text
-        self._graphs: dict[Any, Any] = {}
-        self._pages: dict[tuple[int, int], list[int]] = {}  # by row and table
-        self._states: list[int] = []
-        self._how = b""
-        numbers = np.arange(rows, dtype=np.int32)
-        copy_in(self.step.at("texts"), numbers, stream)
-        copy_in(self.step.at("spans"), np.stack([numbers, np.ones_like(numbers)], axis=1), stream)
-
-    def close(self) -> None:
-        """Wait for what is under way, and let the graphs go."""
-        synchronize(self._stream)
-        self.destroy_graphs()
-
-    def destroy_graphs(self) -> None:
-        for graph in self._graphs.values():
-            check(driver().cuGraphExecDestroy(graph), "a graph")
-        self._graphs.clear()
-
-    def feed(
-        self,
-        tokens: Sequence[int] | None,
-        positions: Sequence[int] | None,
-        how: np.ndarray[Any, Any],
-        caches: Sequence[CudaCache],
-    ) -> None:
-        """None: the token that the step before chose, at the next position."""
-        at = self.step.at
-        for name, values in (("tokens", tokens), ("positions", positions)):
-            if values is not None:
-                self._copy(at(name), np.asarray(values, np.int32))
-        if how.tobytes() != self._how:
-            self._how = b""  # if this is interrupted
-            self._copy(at("choices"), how)
-            self._how = how.tobytes()
-        for row, cache in enumerate(caches):
-            for table, each in enumerate(cache.lists):
-                pages = each.pages[: self._pages_of_text]
-                if pages != self._pages.get((row, table)):
-                    self._pages.pop((row, table), None)
-                    self._copy(self.step.pages(table, row), np.array(pages, np.uint64))
-                    self._pages[row, table] = pages
-        states = [cache.state for cache in caches]
-        if states != self._states:
-            self._states = []
-            self._copy(at("states"), np.array(states, np.uint64))
-            self._states = states
-
-    def _copy(self, to: int, array: np.ndarray[Any, Any]) -> None:
-        """Returns when the array was read, which is before the device has it: nothing waits for steps under way."""
-        check(driver().cuMemcpyHtoDAsync(to, array.ctypes.data, array.nbytes, self._stream), "copying to the device")
-
-    def launch(self, rows: int, *, long: bool) -> None:
-        """One step for the first `rows` texts. long: one of them has many positions."""
-        batch = Batch(rows, rows, long=long)
-        key = batch, self._layers.batch_invariant
-        if key in self._graphs:
-            check(driver().cuGraphLaunch(self._graphs[key], self._stream), "a graph")
+    def _go_ahead(self, pending: CudaPending, cache: object, sampler: Sampler, activations: Activations | None) -> None:
+        """Begin the next step, with the token that the pending one chooses, if there is room for it."""
+        assert isinstance(cache, CudaCache)
+        position = len(cache.tokens)
+        if position >= min(self.config.context, cache.capacity):
             return
-
-        def work(stream: int) -> None:
-            self._layers.run(stream, self.step, batch, scored=rows)
-            self._layers.choose(stream, self.step, rows)
-
-        self._layers.prepare(self.step, batch, scored=rows)
-        work(self._stream)  # loads what it takes, which a capture does not allow
-        self._graphs[key] = captured(work, self._stream)
-
-
-def choices(samplers: Sequence[Sampler]) -> np.ndarray[Any, Any]:
-    """How the next tokens are chosen, as the GPU takes it."""
-
-    def row(s: Sampler) -> tuple[float, float, int, int, float]:
-        temperature = s.how.temperature if s.how.temperature > COLDEST else 0.0
-        return temperature, s.how.top_p, min(s.how.top_k, 2**31 - 1), 0, s.peek()
-
-    return np.array([row(sampler) for sampler in samplers], CHOICE)
+        if cache.states is not None and not cache.states.keep():  # if nobody asks for the step, it has to be undone
+            return
+        fed = Fed(cache, [PENDING], 0, True, ())
+        how = choices([sampler]).tobytes()
+        result = self._steps.launch([fed], [], {0: sampler}, activations or "exact")
+        if cache.states is not None:
+            cache.states.done(position + 1)
+        self._ahead = Ahead(weakref.ref(cache), position, how, self._layers.batch_invariant, pending, result)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import RLock
+from typing import Any
 
 from billfish.backends.cuda.driver import Buffer, OutOfMemory, Stream, check, current, driver, free_bytes
 from billfish.backends.cuda.step_memory import PAGE
@@ -265,6 +266,8 @@ class CudaCache(Cache):
     def __init__(self, config: Model, pool: SequencePool, capacity: int) -> None:
         super().__init__(config, capacity)
         self._pool, self._capacity = pool, 0
+        self.row: Any = None  # of the tables of pages on the device: a TableRow of cuda_steps.py
+        self.choosing: Any = None  # the CudaPending of cuda.py that chose a token for it last
         self.lists = [PageList(*each) for each in zip(pool.layout.tables, pool.pools, strict=True)]
         self.states = None if pool.states is None else self._first_states(pool.states)
         self.reserve(capacity)

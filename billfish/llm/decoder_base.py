@@ -16,6 +16,24 @@ from billfish.llm.model_weights import ModelTensors
 from billfish.llm.sampler import Sampler
 
 Passage = tuple[Cache, list[int]]  # tokens that are fed behind what the cache holds
+PENDING = -1  # a token that a pending step is choosing
+
+
+class PendingStep(ABC):
+    """A step that was submitted."""
+
+    @abstractmethod
+    def tokens(self) -> list[int]:
+        """Wait for the step: the tokens that it chose. Raises what the step raised; the caches then hold what they held
+        before it."""
+
+
+class FinishedStep(PendingStep):
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def tokens(self) -> list[int]:
+        return self._tokens
 
 
 class Decoder(ABC):
@@ -23,6 +41,7 @@ class Decoder(ABC):
     them into the order of the kernels."""
 
     device: str  # "cpu", or "cuda:0"
+    overlaps = False  # whether a step may be submitted before the tokens of the one before are asked for
     chunk: int  # tokens of a text that are fed at once
     usual: Activations | None  # of generations
     exact: Activations | None  # the most exact ones: what other models are compared with
@@ -89,6 +108,19 @@ class Decoder(ABC):
     def prefill_budget(self, decoding: int) -> int:
         """How many tokens of prompts a server feeds in a step beside those of `decoding` answers, which wait for it."""
         return self.chunk // 4 if decoding else self.chunk
+
+    def submit(
+        self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
+    ) -> PendingStep:
+        """As `choose`, but a decoder that `overlaps` does not wait for the device.
+
+        Its passages may be [PENDING]: the token that the pending step before chooses for that cache, whose sampler
+        does not need scores. The cache holds PENDING in its place until that step's tokens are asked for.
+        """
+        return FinishedStep(self.choose(passages, samplers, activations))
+
+    def warm(self, sequences: int, activations: Activations | None) -> None:  # noqa: B027  # most need nothing
+        """Make ready whatever steps of up to so many sequences take, before somebody waits for them."""
 
     def rows_alike(self, activations: Activations | None) -> int:
         """How many rows of a sequence a pass may have so that each gets the bits that it gets alone."""

@@ -100,7 +100,7 @@ class MetalDecoder(Decoder):
         self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
     ) -> list[int]:
         with self._working(passages, activations):
-            on_host = any(sampler.needs_scores for sampler in samplers)
+            on_host = any(sampler.needs_scores or sampler.how.min_p > 0 for sampler in samplers)
             alone = len(passages) == len(samplers) == 1 and not on_host
             last = self._take_ahead(passages[0]) if alone else None
             if last is None:

@@ -103,8 +103,8 @@ class Sampler:
 
     @property
     def needs_scores(self) -> bool:
-        """Whether the sampler must see the logits: a GPU knows temperature, top_k and top_p alone."""
-        return self.how.min_p > 0 or self._adjusts
+        """Whether the sampler must see the logits: a GPU knows temperature, top_k, top_p and min_p alone."""
+        return self._adjusts
 
     @property
     def takes_best(self) -> bool:
@@ -218,7 +218,7 @@ UNIT = 2.0**40  # probabilities are whole numbers of 1 / UNIT of the best one's,
 def choose_token(logits: NDArray[np.float32], how: Sampling, random: float) -> int:
     """Return the token where the cumulative probability, in the order of tokens, passes `random` of the whole.
 
-    backends/cuda/choose.cu does the same on the GPU, without min_p.
+    backends/cuda/choose.cu does the same on the GPU.
     """
     if how.temperature == 0:
         return int(logits.argmax())

@@ -11,6 +11,7 @@ from cuda_numpy import NumpyGpu
 from llm_architectures import MODELS, TOKENS, write_model
 
 from billfish.llm import load
+from billfish.llm.decoder_base import PENDING
 from billfish.llm.sampler import Sampling
 
 LIMIT = 1e-2  # of the norm of logits: numbers between products are float16
@@ -51,3 +52,29 @@ def test_logits_are_the_cpus(gpu, name, tmp_path):
             scores = expected[start + i - 1]
             assert scores[token] >= scores.max() - 0.1 * scores.std()
         fed = [[text[30 + i]], [text[62 + i]]]
+    check_steps_of_both(model, text, expected, caches)
+
+
+def check_steps_of_both(model, text, expected, caches):
+    """Steps of prompts and of texts that decode, each submitted before anybody asks for tokens: every row is the CPU's,
+    though what is fed after the first token is what the model has chosen."""
+    other, samplers = model.cache(), [Sampling().sampler() for _ in range(3)]
+    starts = [len(cache.tokens) for cache in caches]
+    first = model.decoder.submit(
+        [*((cache, [text[start]]) for cache, start in zip(caches, starts, strict=True)), (other, text[:37])],
+        samplers, None,
+    )  # fmt: skip
+    second = model.decoder.submit(
+        [(caches[0], [PENDING]), (other, text[37:60]), (caches[1], [PENDING])], samplers, None
+    )
+    tokens = first.tokens()
+    for place, token in zip((*starts, 36), tokens, strict=True):
+        assert expected[place][token] >= expected[place].max() - 0.1 * expected[place].std()
+    assert [cache.tokens for cache in caches] == [
+        [*text[: start + 1], token] for start, token in zip(starts, tokens, strict=False)
+    ]
+    for cache, token in zip((caches[0], caches[1]), second.tokens()[::2], strict=True):
+        again = model.logits(cache.tokens)[-1]
+        assert again[token] >= again.max() - 0.1 * again.std()
+    row = expected[59]
+    assert row[second.tokens()[1]] >= row.max() - 0.1 * row.std()

@@ -17,6 +17,7 @@ import torch
 from billfish.backends.cuda import device_weights, driver
 from billfish.backends.cuda.axes import Kind
 from billfish.backends.cuda.layout import brick_shape, pack_codes, split, unpack_codes
+from billfish.llm import cuda_steps
 
 
 class Names:
@@ -54,8 +55,10 @@ class FakeDriver:
             NativeProduct=NativeProduct,
             tensor_map=lambda *_: None,
             TensorMap=lambda: None,
+            Program=partial(Program, self),
         )
-        for module in (driver, device_weights):
+        self.recording: Program | None = None
+        for module in (driver, device_weights, cuda_steps):
             monkeypatch.setattr(module, "launcher", lambda: native)
         monkeypatch.setattr(driver, "driver", lambda: self)
         monkeypatch.setattr(driver, "kernel", self.kernel)
@@ -224,7 +227,32 @@ class NativeLaunch:
         for value, letter in zip(values, str(self.layout), strict=True):
             assert isinstance(value, float) == (letter == "f")
             assert letter != "i" or -(2**31) <= value < 2**31
-        self.fake.launch(self.function, self.grid, values)
+        if self.fake.recording is None:
+            self.fake.launch(self.function, self.grid, values)
+        else:
+            self.fake.recording.launches.append((self.function, self.grid, values))
+
+
+class Program:
+    """As _cuda.Program."""
+
+    def __init__(self, fake: FakeDriver) -> None:
+        self.fake = fake
+        self.launches: list[Any] = []
+
+    def begin(self) -> None:
+        assert self.fake.recording is None
+        self.fake.recording = self
+
+    def end(self) -> None:
+        self.fake.recording = None
+
+    def __len__(self) -> int:
+        return len(self.launches)
+
+    def __call__(self, stream: int) -> None:
+        for launch in self.launches:
+            self.fake.launch(*launch)
 
 
 class NativeProduct:

@@ -2,13 +2,16 @@
 
 Kernels compute nothing. `choose` takes the token after the one that was fed, so that every answer counts up, and each
 step must be fed the right token at the right position of the right pages.
+
+A stream does nothing before somebody waits for it, or for an event behind it. So a copy from pinned memory that is
+written again too early copies the wrong numbers, and so does a host that reads before it has waited.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,7 @@ import pytest
 from cuda_fake import FakeDriver, Names
 
 from billfish.backends.cuda import decoder, step_memory
-from billfish.llm import cuda, cuda_kv_cache, cuda_states
+from billfish.llm import cuda, cuda_kv_cache, cuda_states, cuda_steps
 
 VOCABULARY = 261
 
@@ -33,7 +36,7 @@ class FakeGpu(FakeDriver):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
-        for module in (decoder, step_memory, cuda, cuda_kv_cache, cuda_states):
+        for module in (decoder, step_memory, cuda, cuda_kv_cache, cuda_states, cuda_steps):
             monkeypatch.setattr(module, "driver", lambda: self)
         monkeypatch.setattr(decoder, "compile_together", lambda *_: None)
         self.capture: list[Any] | None = None
@@ -42,6 +45,9 @@ class FakeGpu(FakeDriver):
         self.host: dict[int, np.ndarray] = {}
         self.fed: list[list[tuple[int, int, int]]] = []
         self.fail_at: str = ""
+        self.queue: list[Callable[[], object]] = []  # what is launched and not done
+        self.events: dict[int, int] = {}  # how much was launched before each
+        self.done = 0
 
     def _new(self) -> int:
         self.objects.add(1 + len(self.objects) + len(self.graphs))
@@ -62,13 +68,29 @@ class FakeGpu(FakeDriver):
 
     cuEventDestroy = cuStreamDestroy
 
+    def later(self, work: Callable[[], object]) -> None:
+        self.queue.append(work)
+
+    def run_until(self, count: int) -> None:
+        """The device does what was launched, up to that."""
+        while self.done < count:
+            work, self.queue = self.queue[0], self.queue[1:]
+            self.done += 1
+            work()
+
     def cuCtxSynchronize(self) -> tuple:
+        self.run_until(self.done + len(self.queue))
         return (0,)
 
+    def cuStreamSynchronize(self, stream: int) -> tuple:
+        return self.cuCtxSynchronize()
+
     def cuEventRecord(self, event: int, stream: int) -> tuple:
+        self.events[event] = self.done + len(self.queue)
         return (0,)
 
     def cuEventSynchronize(self, event: int) -> tuple:
+        self.run_until(self.events.get(event, 0))
         return (0,)
 
     def cuMemGetInfo(self) -> tuple:
@@ -80,8 +102,20 @@ class FakeGpu(FakeDriver):
         return 0, memory.ctypes.data
 
     def cuMemFreeHost(self, pointer: int) -> tuple:
+        self.cuCtxSynchronize()
         del self.host[pointer]
         return (0,)
+
+    def cuMemFree(self, pointer: int) -> tuple:
+        self.cuCtxSynchronize()
+        return super().cuMemFree(pointer)
+
+    def cuMemAlloc(self, nbytes: int) -> tuple:
+        error, pointer = super().cuMemAlloc(nbytes)
+        return error, pointer
+
+    def pinned(self, pointer: int) -> bool:
+        return any(start <= pointer < start + memory.nbytes for start, memory in self.host.items())
 
     def cuMemsetD8(self, pointer: int, value: int, count: int) -> tuple:
         self._room(pointer, count)
@@ -89,7 +123,8 @@ class FakeGpu(FakeDriver):
         return (0,)
 
     def cuMemsetD8Async(self, pointer: int, value: int, count: int, stream: int) -> tuple:
-        return self.cuMemsetD8(pointer, value, count)
+        self.later(lambda: self.cuMemsetD8(pointer, value, count))
+        return (0,)
 
     def _room(self, pointer: int, nbytes: int) -> None:
         """Fails unless memory from there on is of one allocation."""
@@ -98,17 +133,25 @@ class FakeGpu(FakeDriver):
 
     def cuMemcpyHtoDAsync(self, to: int, source: int, nbytes: int, stream: int) -> tuple:
         self._room(to, nbytes)
-        ctypes.memmove(to, source, nbytes)
+        if self.pinned(source):
+            self.later(lambda: ctypes.memmove(to, source, nbytes))
+        else:  # it was read when the call returns
+            data = ctypes.string_at(source, nbytes)
+            self.later(lambda: ctypes.memmove(to, data, nbytes))
         return (0,)
 
     def cuMemcpyDtoHAsync(self, to: int, source: int, nbytes: int, stream: int) -> tuple:
         self._room(source, nbytes)
-        ctypes.memmove(to, source, nbytes)
+        self.later(lambda: ctypes.memmove(to, source, nbytes))
+        if not self.pinned(to):
+            self.cuCtxSynchronize()
         return (0,)
 
     def cuMemcpyDtoDAsync(self, to: int, source: int, nbytes: int, stream: int) -> tuple:
         self._room(to, nbytes)
-        return self.cuMemcpyDtoHAsync(to, source, nbytes, stream)
+        self._room(source, nbytes)
+        self.later(lambda: ctypes.memmove(to, source, nbytes))
+        return (0,)
 
     def cuStreamBeginCapture(self, stream: int, mode: str) -> tuple:
         assert not gc.isenabled()
@@ -127,6 +170,7 @@ class FakeGpu(FakeDriver):
         return (0,)
 
     def cuGraphExecDestroy(self, graph: int) -> tuple:
+        self.cuCtxSynchronize()
         self.graphs[graph] = []
         return (0,)
 
@@ -139,30 +183,46 @@ class FakeGpu(FakeDriver):
         if self.capture is not None:
             self.capture.append((function, grid, values))
             return
-        source, _ = self._kernels[function]
-        if source == self.fail_at:
+        if self._kernels[function][0] == self.fail_at:
             self.fail_at = ""
             raise KeyboardInterrupt
+        self.later(lambda: self.compute(function, grid, values))
+
+    def compute(self, function: int, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
+        source, _ = self._kernels[function]
         rows = grid[1]
         if source == "embed.cu":
-            tokens, positions = (numbers(values[i], rows).copy() for i in (2, 3))
-            self._now = tokens, positions
-            self._scored = np.arange(rows)
+            self._now = chosen_tokens(values[2], values[3], rows), numbers(values[4], rows).copy()
         elif source == "rotate.cu" and values[20] == 0:  # the first layer
             tokens, positions = self._now
-            texts, pages_of_text = numbers(values[8], len(tokens)), values[21]
-            table = numbers(values[9], (int(texts.max()) + 1) * pages_of_text, ctypes.c_uint64).reshape(
-                -1, pages_of_text
-            )
-            pages = table[texts, positions // step_memory.PAGE]
+            sequences, width = numbers(values[8], len(tokens)), values[21]
+            table = numbers(values[9], (int(sequences.max()) + 1) * width, ctypes.c_uint64).reshape(-1, width)
+            pages = table[sequences, positions // step_memory.PAGE]
             for page in pages:
                 self._room(int(page), 1)
             self.fed.append([(int(t), int(p), int(page)) for t, p, page in zip(tokens, positions, pages, strict=True)])
         elif source == "normalize.cu" and values[3]:
             self._scored = numbers(values[3], grid[0]).copy()
         elif source == "choose.cu":
-            tokens, positions = (numbers(values[i], rows) for i in (3, 4))
-            tokens[:] = (self._now[0][self._scored[:rows]] + 1) % VOCABULARY
-            positions += 1
+            tokens = (self._now[0][self._scored[:rows]] + 1) % VOCABULARY
+            logits = numbers(values[0], rows * VOCABULARY, ctypes.c_float).reshape(rows, VOCABULARY)
+            logits[:] = np.arange(VOCABULARY) == tokens[:, None]
+            self.put_chosen(tokens, *values[2:])
         else:
             super().launch(function, grid, values)
+
+    @staticmethod
+    def put_chosen(tokens: np.ndarray, choices: int, picked: int, chosen: int) -> None:
+        """As choose.cu does."""
+        how = numbers(choices, len(tokens) * step_memory.CHOICE.itemsize, ctypes.c_uint8).view(step_memory.CHOICE)
+        numbers(picked, len(tokens))[:] = tokens
+        numbers(chosen, int(how["slot"].max()) + 1)[how["slot"]] = tokens
+
+
+def chosen_tokens(tokens: int, chosen: int, rows: int) -> np.ndarray:
+    """What embed.cu is fed: tokens, or ~slot."""
+    given = numbers(tokens, rows).copy()
+    slots = np.flatnonzero(given < 0)
+    if len(slots):
+        given[slots] = numbers(chosen, int((~given).max()) + 1)[~given[slots]]
+    return given

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_fake_gpu import FakeGpu
+from cuda_fake_gpu import FakeGpu, chosen_tokens
 from cuda_numpy_mixture import MixtureKernels
 from cuda_numpy_recurrent import RecurrentKernels
 from cuda_views import finite, gated, rms, rows_at, sigmoid, view
@@ -43,10 +43,7 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
 
         return remember
 
-    def launch(self, function: int, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
-        if self.capture is not None:
-            self.capture.append((function, grid, values))
-            return
+    def compute(self, function: int, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
         source, macros = self._kernels[function]
         name = source.removesuffix(".cu")
         if name in ("pack", "unpack"):
@@ -59,24 +56,26 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
     # ---- around blocks --------------------------------------------------------------------------------------------
 
     def embed(
-        self, macros: dict[str, str], grid: tuple[int, ...], bricks: int, _: int, tokens: int, positions: int,
-        frequencies: int, magnitudes: int, x: int, angles: int, n: int, k: int, pairs: int, scale: float,
+        self, macros: dict[str, str], grid: tuple[int, ...], bricks: int, _: int, tokens: int, chosen: int,
+        positions: int, frequencies: int, magnitudes: int, x: int, angles: int, n: int, k: int, pairs: int,
+        scale: float,
     ) -> None:  # fmt: skip
         rows = grid[1]
-        at, taken = view(positions, np.int32, rows), view(tokens, np.int32, rows)
+        at, taken = view(positions, np.int32, rows), chosen_tokens(tokens, chosen, rows)
         turned = at[:, None] * view(frequencies, np.float64, pairs)
         both = np.stack([np.cos(turned), np.sin(turned)], axis=-1) * view(magnitudes, np.float64, pairs)[:, None]
         view(angles, np.float32, rows, pairs, 2)[:] = both
         view(x, np.float32, rows, k)[:] = self.weights[bricks][taken] * np.float32(scale)
 
     def layer_inputs(
-        self, macros: dict[str, str], grid: tuple[int, ...], bricks: int, _: int, tokens: int, projected: int,
-        norm: int, out: int, n: int, k: int, rows: int, epsilon: float, scale: float, projection_scale: float,
+        self, macros: dict[str, str], grid: tuple[int, ...], bricks: int, _: int, tokens: int, chosen: int,
+        projected: int, norm: int, out: int, n: int, k: int, rows: int, epsilon: float, scale: float,
+        projection_scale: float,
     ) -> None:  # fmt: skip
         layers, size = grid[0], int(macros["SIZE"])
         own = view(projected, np.float16, rows, layers, size).astype(np.float32) * np.float32(projection_scale)
         own = rms(own, epsilon) * view(norm, np.float32, size)
-        table = self.weights[bricks][view(tokens, np.int32, rows)].reshape(rows, layers, size)
+        table = self.weights[bricks][chosen_tokens(tokens, chosen, rows)].reshape(rows, layers, size)
         both = (own + np.float32(scale) * table) * np.float32(0.5**0.5)
         view(out, np.float16, layers, rows, size)[:] = finite(both).transpose(1, 0, 2)
 
@@ -93,7 +92,8 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
             if macros["POST"] == "1":
                 more = rms(more, epsilon) * view(post, np.float32, size)
             new = (new + np.float32(scale) * more) * np.float32(output_scale)
-            residual[which] = new
+            if not rows:
+                residual[which] = new
         out = rms(new, epsilon) * view(weight, np.float32, size) if macros["NORM"] == "1" else new
         view(x, np.float16, count, size)[:] = finite(out)
 
@@ -128,12 +128,10 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
         of_rows[:] = cap * np.tanh(of_rows / cap)
 
     def choose(
-        self, macros: dict[str, str], grid: tuple[int, ...], scores: int, vocabulary: int, choices: int, tokens: int,
-        positions: int,
+        self, macros: dict[str, str], grid: tuple[int, ...], scores: int, vocabulary: int, choices: int, picked: int,
+        chosen: int,
     ) -> None:  # fmt: skip
-        rows = grid[1]
-        view(tokens, np.int32, rows)[:] = view(scores, np.float32, rows, vocabulary).argmax(axis=1)
-        view(positions, np.int32, rows)[:] += 1
+        self.put_chosen(view(scores, np.float32, grid[1], vocabulary).argmax(axis=1), choices, picked, chosen)
 
     # ---- attention ------------------------------------------------------------------------------------------------
 
@@ -207,17 +205,14 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
         return ((i >> 3 ^ row & 7) << 3) + (i & 7)
 
     def attend(
-        self, macros: dict[str, str], grid: tuple[int, ...], q: int, positions: int, blocks: int, pages: int, out: int,
-        sinks: int, q_stride: int, heads: int, kv_heads: int, offset: int, pages_of_text: int, window: int, cap: float,
+        self, macros: dict[str, str], grid: tuple[int, ...], q: int, blocks: int, pages: int, out: int, sinks: int,
+        q_stride: int, heads: int, kv_heads: int, offset: int, pages_of_text: int, window: int, cap: float,
     ) -> None:  # fmt: skip
         head, gate, group = (int(macros[name]) for name in ("HEAD", "OUTPUT_GATE", "GROUP"))
         assert group * kv_heads == heads
-        if macros["FEW"] == "1":
-            places = [(i, i, position) for i, position in enumerate(view(positions, np.int32, grid[2]).tolist())]
-        else:
-            found = view(blocks, np.int32, grid[0], 4)
-            assert found[:, 1].max() <= int(macros["WARPS"]) * 16 // group
-            places = [(b[0] + i, b[2], b[3] + i) for b in found.tolist() for i in range(b[1])]
+        found = view(blocks, np.int32, grid[2] if macros["FEW"] == "1" else grid[0], 4)
+        assert found[:, 1].max() <= (1 if macros["FEW"] == "1" else int(macros["WARPS"]) * 16 // group)
+        places = [(b[0] + i, b[2], b[3] + i) for b in found.tolist() for i in range(b[1])]
         for row, text, position in places:
             first = max(0, position + 1 - window) if macros["WINDOWED"] == "1" else 0
             table = view(pages + 8 * text * pages_of_text, np.uint64, pages_of_text)

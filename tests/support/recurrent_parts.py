@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 from cuda_compiled import H200
 from cuda_fibers import FiberLauncher, FiberStep, Matrix, Memory, numbers
 
-from billfish.backends.cuda import recurrent
 from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import Buffer, Device, check, copy_in, copy_out, current, device, driver, synchronize
 from billfish.backends.cuda.launcher import DeviceMatrix, Launcher, sent
@@ -21,8 +19,8 @@ from billfish.backends.cuda.recurrent import (
     DeviceConvolution,
     DeviceRecurrence,
     DeviceShortConvolution,
+    chunk_inputs,
     chunks_between,
-    feed_chunks,
 )
 from billfish.backends.cuda.step_memory import Batch, StepMemory
 
@@ -200,15 +198,23 @@ class Part:
         )
 
 
+def of_chunks(texts: Sequence[Sequence[Chunk]] | None) -> dict[str, np.ndarray]:
+    """The inputs of a step that tell its chunks. A decode step's kernels get memory of none."""
+    return chunk_inputs(0, [[]] if texts is None else texts)
+
+
+def batch_of(rows: int, sequences: int, texts: Sequence[Sequence[Chunk]] | None) -> Batch:
+    if texts is None:
+        return Batch(rows, rows)
+    return Batch(rows, 0, prompts=sequences, chunks=sum(map(len, texts)))
+
+
 class OnFibers:
     """A mixer on the CPU. device: whose shared memory it is to have."""
 
-    def __init__(self, part: Part, monkeypatch: pytest.MonkeyPatch, device: Device = H200) -> None:
+    def __init__(self, part: Part, device: Device = H200) -> None:
         self.sizes, self.part = part.sizes, part.on(Memory, Matrix)
         self.launcher = FiberLauncher(EPSILON, device)
-        monkeypatch.setattr(
-            recurrent, "copy_in", lambda to, array, stream: ctypes.memmove(to, array.ctypes.data, array.nbytes)
-        )
 
     def state(self, values: np.ndarray | None = None) -> Memory:
         """Memory of a sequence's states."""
@@ -220,12 +226,13 @@ class OnFibers:
     def run(self, x: np.ndarray, states: Sequence[Memory], texts: Sequence[Sequence[Chunk]] | None) -> np.ndarray:
         """One step. texts: the chunks of each; None: a decode step."""
         rows, part = len(x), self.part
-        sizes = {"x": x.nbytes, "added": 2 * rows * self.sizes.hidden, "states": 8 * len(states)}
-        step = FiberStep(sizes | part.memory(rows, len(states)))
+        inputs = {"states": np.array([state.pointer for state in states], np.uint64)} | of_chunks(texts)
+        sizes = {"x": x.nbytes, "added": 2 * rows * self.sizes.hidden}
+        step = FiberStep(sizes | {name: array.nbytes for name, array in inputs.items()} | part.memory(rows))
         numbers(step.at("x"), x.shape)[:] = x
-        numbers(step.at("states"), (len(states),), np.uint64)[:] = [state.pointer for state in states]
-        chunks = 0 if texts is None else feed_chunks(0, step, texts)
-        part.run(self.launcher, 0, step, Batch(rows, len(states), chunks=chunks))
+        for name, array in inputs.items():
+            ctypes.memmove(step.at(name), array.ctypes.data, array.nbytes)
+        part.run(self.launcher, 0, step, batch_of(rows, len(states), texts))
         return numbers(step.at("added"), (rows, self.sizes.hidden)).copy()
 
 
@@ -259,9 +266,9 @@ class OnDevice:
                 "work": 1 << 20,
                 "ordered": 16,
             }
-            sizes = own | self.part.memory(rows, texts)
+            sizes = own | self.part.memory(rows)
             self._steps = {
-                (rows, texts): StepMemory(sizes, 0, rows=rows, texts=texts, pages_of_text=1, tables=1, scored=1)
+                (rows, texts): StepMemory(sizes, 0, rows=rows, sequences=texts, pages_of_sequence=1, tables=1, scored=1)
             }
         return self._steps[rows, texts]
 
@@ -270,9 +277,13 @@ class OnDevice:
     ) -> tuple[StepMemory, Batch]:
         step = self.step(len(x), len(states))
         copy_in(step.at("x"), x, 0)
+        batch = batch_of(len(x), len(states), texts)
+        step.use(batch)
         copy_in(step.at("states"), np.array([state.pointer for state in states], np.uint64), 0)
+        for name, array in of_chunks(texts).items() if texts is not None else ():
+            copy_in(step.at(name), array, 0)
         check(driver().cuMemsetD8(step.at("added"), 0xFF, 2 * len(x) * self.sizes.hidden), "clearing")
-        return step, Batch(len(x), len(states), chunks=0 if texts is None else feed_chunks(0, step, texts))
+        return step, batch
 
     def run(self, x: np.ndarray, states: Sequence[Buffer], texts: Sequence[Sequence[Chunk]] | None) -> np.ndarray:
         with current(0):

@@ -186,21 +186,24 @@ struct Found {
 };
 
 // q: rows of queries, `q_stride` numbers apart, as marlin_rotate left them. blocks [gridDim.x]: the first row of a block of queries, how many positions it has, its
-// sequence and its first position; FEW has none, as row i is sequence i. sinks [heads]: a score beside those of keys, without a value; or null.
+// row in `pages` and its first position; FEW: blocks [gridDim.z], of one position. A block without positions fills up the grid. sinks [heads]: a score
+// beside those of keys, without a value; or null.
 // out [m, heads * HEAD].
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, const int4* __restrict__ blocks, const u64* __restrict__ pages, u16* __restrict__ out,
-              const float* __restrict__ sinks, int q_stride, int heads, int kv_heads, int offset, int pages_of_text, int window, float cap) {
+marlin_attend(const u16* __restrict__ q, const int4* __restrict__ blocks, const u64* __restrict__ pages, u16* __restrict__ out,
+              const float* __restrict__ sinks, int q_stride, int heads, int kv_heads, int offset, int pages_of_sequence, int window, float cap) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ __align__(8) u64 barriers[STAGES];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   const int half = HALVES == 1 ? 0 : blockIdx.y % HALVES, kv_head = blockIdx.y / HALVES / CHUNKS, chunk = blockIdx.y / HALVES % CHUNKS;
-  const int4 block = FEW ? make_int4(blockIdx.z, 1, blockIdx.z, positions[blockIdx.z]) : blocks[blockIdx.x];
-  const int first_row = block.x, count = block.y, text = block.z, first_position = block.w;
+  // What the host sent, `blocks` and `pages`, was there before the step's first kernel began.
+  const int4 block = blocks[FEW ? blockIdx.z : blockIdx.x];
+  const int first_row = block.x, count = block.y, sequence = block.z, first_position = block.w;
   const int part = FEW ? blockIdx.x : 0, parts = FEW ? gridDim.x : 1;
+  if (!FEW && count == 0) return;
   Tiles tiles;
   tiles.keys = shared_address(shared), tiles.values = tiles.keys + STAGES * TILE_BYTES, tiles.full = shared_address(barriers);
-  tiles.pages = pages + (size_t)text * pages_of_text, tiles.offset = offset, tiles.kv_heads = kv_heads, tiles.head = kv_head;
+  tiles.pages = pages + (size_t)sequence * pages_of_sequence, tiles.offset = offset, tiles.kv_heads = kv_heads, tiles.head = kv_head;
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) barrier_init(tiles.full + 8 * i, 1);

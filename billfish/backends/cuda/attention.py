@@ -11,7 +11,7 @@ from billfish.backends.cuda.launcher import DeviceMatrix, Launcher
 from billfish.backends.cuda.step_memory import PAGE, Batch, StepMemory
 
 FEW_WARPS, MANY_WARPS, STAGES = 4, 8, 2  # of attend.cu
-MOST_PARTS, MOST_LONG_PARTS = 8, 16  # CTAs of a cluster that share the keys of a text, and of one with many positions
+MOST_PARTS, MOST_LONG_PARTS = 8, 16  # CTAs of a cluster that share keys of a sequence, and of one with many positions
 IN_REGISTERS = 256  # numbers of a head, at most: more are halved, with fewer warps and queries in shared memory
 ROTATED_ROWS = 8  # of a CTA of rotate.cu, where there are many and heads have 64 numbers
 SCALE_THREADS = 256  # of head_scales.cu
@@ -112,7 +112,7 @@ class DeviceAttention:
     def matrices(self) -> tuple[DeviceMatrix, ...]:
         return *self.qkv, self.output
 
-    def memory(self, rows: int, texts: int) -> dict[str, int]:
+    def memory(self, rows: int) -> dict[str, int]:
         s = self.sizes
         return {
             "qkv": 2 * rows * sum(matrix.weights.shape[0] for matrix in self.qkv),
@@ -126,11 +126,14 @@ class DeviceAttention:
         if self.joint_norms:
             self._scale_heads(launcher, stream, step, rows)
         self._rotate(launcher, stream, step, rows)
-        self._attend(launcher, stream, step, batch)
+        if batch.decoding:
+            self._attend(launcher, stream, step, batch, few=True)
+        if batch.blocks:
+            self._attend(launcher, stream, step, batch, few=False)
         launcher.products(stream, step, (self.output,), at("attended"), at("added"), rows)
 
     def parts_for(self, launcher: Launcher, batch: Batch) -> int:
-        """CTAs that share the keys of each text of a decode step: as many as keep all multiprocessors at work.
+        """CTAs that share the keys of each sequence that decodes: as many as keep all multiprocessors at work.
 
         The order of additions depends on it.
         """
@@ -138,7 +141,7 @@ class DeviceAttention:
             return 1
         if launcher.batch_invariant:
             return 2
-        ctas = batch.rows * self.sizes.kv_heads * self.sizes.halves * -(-self.sizes.group // 16)
+        ctas = batch.decoding * self.sizes.kv_heads * self.sizes.halves * -(-self.sizes.group // 16)
         most = MOST_LONG_PARTS if batch.long and not self.window else MOST_PARTS
         return power_of_two(launcher.device.multiprocessors // ctas, most)
 
@@ -185,17 +188,18 @@ class DeviceAttention:
         scales = at("head_scales") if self.joint_norms else 0
         places, strides = self._heads_at(step, rows)
         angles = at("angles") + 8 * rotation.first
-        pointers = angles, at("positions"), at("texts"), step.pages(self.place.table), *norms, scales
+        pointers = angles, at("positions"), at("sequences"), step.pages(self.place.table), *norms, scales
         grid = s.heads + 2 * s.kv_heads * self.has_keys, -(-rows // together)
         growth, length = self.temperature or (0.0, 1)
         numbers = launcher.epsilon, self.scale * math.log2(math.e), float(growth), length
-        sizes = rotation.stride, s.heads, s.kv_heads, self.place.offset, step.pages_of_text, rows
+        sizes = rotation.stride, s.heads, s.kv_heads, self.place.offset, step.pages_of_sequence, rows
         threads = s.wide // 2 * together
         launcher.launch(stream, "rotate", macros, grid, threads, *places, *strides, *pointers, *numbers, *sizes)
 
-    def _attend(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch) -> None:
-        s, at, few = self.sizes, step.at, not batch.blocks
-        parts = batch.parts or self.parts_for(launcher, batch)
+    def _attend(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch, *, few: bool) -> None:
+        """few: the rows of sequences that decode, a position each; else the blocks of prompts."""
+        s, at = self.sizes, step.at
+        parts = (batch.parts or self.parts_for(launcher, batch)) if few else 1
         warps, tile = FEW_WARPS if few else MANY_WARPS // s.halves, 2 * PAGE * s.wide * 2  # of keys and of values
         queries = warps * 16 * s.wide * 2 if s.halves > 1 else 0
         stages = STAGES if STAGES * tile + queries <= launcher.device.shared_bytes else 1
@@ -213,11 +217,12 @@ class DeviceAttention:
         }
         tiles, sums = stages * tile + queries, warps * 16 * (s.wide // s.halves + 2) * 4  # sums take the tiles' place
         heads = s.kv_heads * s.halves
-        grid = (parts, heads * -(-s.group // 16), batch.rows) if few else (batch.blocks, heads)
+        grid = (parts, heads * -(-s.group // 16), batch.decoding) if few else (batch.blocks, heads)
         (q, _, _), (q_stride, _, _) = self._heads_at(step, batch.rows)
-        pointers = q, at("positions"), at("blocks"), step.pages(self.place.table), at("attended")
+        blocks = at("blocks") + (0 if few else 16 * batch.decoding)
+        pointers = q, blocks, step.pages(self.place.table), at("attended")
         sinks = 0 if self.sinks is None else self.sinks.pointer
-        numbers = q_stride, s.heads, s.kv_heads, self.place.offset, step.pages_of_text, self.window
+        numbers = q_stride, s.heads, s.kv_heads, self.place.offset, step.pages_of_sequence, self.window
         shape = {"shared_bytes": max(tiles, sums) if few else tiles, "cluster": parts if few else 1}
         cap = self.cap * math.log2(math.e)
         launcher.launch(stream, "attend", macros, grid, warps * 32, *pointers, sinks, *numbers, cap, **shape)

@@ -16,8 +16,8 @@ from billfish.backends.cuda.step_memory import Batch, StepMemory
 
 
 class Part(Protocol):
-    """A token mixer or a feed-forward part. A recurrent mixer has its state of a text at states[text] plus the bytes
-    it was told when it was made, `state_bytes` of them. A text whose first row is at position 0 begins with zeros."""
+    """A token mixer or a feed-forward part. A recurrent mixer has its state of sequence i at states[i] plus the bytes
+    it was told when it was made."""
 
     @property
     def key(self) -> Hashable:
@@ -29,9 +29,9 @@ class Part(Protocol):
         """All that `Launcher.products` multiplies with."""
         ...
 
-    def memory(self, rows: int, texts: int) -> dict[str, int]:
-        """The parts of the step's memory that it uses beside `x` and `added`: bytes for so many rows and texts. Parts
-        with one name are the same memory in all blocks, as large as the largest."""
+    def memory(self, rows: int) -> dict[str, int]:
+        """The parts of the step's memory that it uses beside `x` and `added`: bytes for so many rows. Parts with one
+        name are the same memory in all blocks, as large as the largest."""
         ...
 
     def run(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch) -> None:
@@ -62,7 +62,7 @@ class LayerInput:
     def size(self) -> int:
         return self.gate.weights.shape[0]
 
-    def memory(self, rows: int, texts: int) -> dict[str, int]:
+    def memory(self, rows: int) -> dict[str, int]:
         return {"apart": 2 * rows * self.size, "opened": 2 * rows * self.size}
 
     def run(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch) -> None:

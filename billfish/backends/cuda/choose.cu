@@ -1,6 +1,6 @@
 // Sampling: the next token of each row of logits [m, vocabulary], as choose_token of llm/sampler.py has it. Greedy, or with a temperature
-// the token where the cumulative probability, in the order of tokens, passes `random` of the total. The token goes where the next step
-// reads it, and the position is incremented.
+// the token where the cumulative probability, in the order of tokens, passes `random` of the total. The token goes to `picked`, by row, and to
+// `chosen`, by slot, where the next step reads it.
 //
 // Probabilities are integers, multiples of 2^-40 of the largest one, so that no sum depends on its order. The CTAs of a cluster split a row
 // of the vocabulary. top_k and top_p keep all tokens above a threshold, and the first `ties` that are equal to it. The threshold is found
@@ -13,8 +13,8 @@ constexpr int THREADS = 1024, WARPS = THREADS / 32, DIGIT = 10;
 constexpr u64 UNIT = 1ull << 40;
 
 struct Choice {  // of a row
-  float temperature, top_p;
-  int top_k, unused;
+  float temperature, top_p, min_p;
+  int top_k, slot, unused;
   double random;
 };
 struct Best {
@@ -123,16 +123,16 @@ struct Row {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-marlin_choose(const float* __restrict__ scores, int vocabulary, const Choice* __restrict__ choices, int* __restrict__ tokens, int* __restrict__ positions) {
+marlin_choose(const float* __restrict__ scores, int vocabulary, const Choice* __restrict__ choices, int* __restrict__ picked, int* __restrict__ chosen) {
   __shared__ Shared s;
   const int lane = threadIdx.x & 31, number = blockIdx.y;
   Row row;
   row.part = blockIdx.x, row.parts = gridDim.x, row.scores = scores + (size_t)number * vocabulary;
   const int each = (vocabulary + row.parts - 1) / row.parts;
   row.first = min(vocabulary, row.part * each), row.last = min(vocabulary, row.first + each);
-  wait_for_previous();  // The next step must not start early: its kernels read positions before they wait for their previous one.
+  wait_for_previous();
   const Choice choice = choices[number];
-  auto put = [&](int token) { tokens[number] = token, positions[number]++; };
+  auto put = [&](int token) { picked[number] = token, chosen[choice.slot] = token; };
 
   Best best = {-INFINITE, 0};
   for (int i = row.first + threadIdx.x; i < row.last; i += THREADS) best.take(row.scores[i], i);
@@ -168,6 +168,18 @@ marlin_choose(const float* __restrict__ scores, int vocabulary, const Choice* __
   u64 limit = 0, ties = 0;
   if (choice.top_k > 0 && choice.top_k < vocabulary) all = row.find(true, choice.top_k, limit, ties, s);
   if (choice.top_p < 1) all = row.find(false, max((u64)1, (u64)((double)choice.top_p * all.mass)), limit, ties, s);
+  if (const u64 least = min((u64)((double)choice.min_p * UNIT), UNIT - 1); least > limit) {  // min_p drops more: all that is below `least`
+    limit = least - 1, ties = 0, mine = {0, 0};
+    for (int i = row.first + threadIdx.x; i < row.last; i += THREADS)
+      if (const u64 w = row.weight(i); w > limit) mine.mass += w;
+    Sum own;
+    scan(mine, own, s);
+    meet_parts();  // others may still read `part`
+    if (threadIdx.x == 0) s.part = own;
+    meet_parts();
+    all = {0, 0};
+    for (int p = 0; p < row.parts; p++) all.add(load_part(s.part, p));
+  }
 
   // This part's share: mass above the limit, and how many are equal to it.
   mine = {0, 0};

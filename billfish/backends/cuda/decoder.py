@@ -81,46 +81,47 @@ class DeviceDecoder:
         mixers = [block.mixer for block in self.blocks if isinstance(block.mixer, DeviceAttention)]
         return min((mixer.sizes.query_block for mixer in mixers), default=1)
 
-    def step(self, rows: int, texts: int, pages_of_text: int, scored: int) -> StepMemory:
-        """Memory for steps of up to so many rows."""
+    def step(self, rows: int, sequences: int, pages_of_sequence: int, scored: int) -> StepMemory:
+        """Memory for steps of up to so many rows. sequences: rows of the tables of pages."""
         parts = [part for block in self.blocks for part in block.parts]
         more = [] if self.layer_inputs is None else [self.layer_inputs.projection]
         matrices = [self.head, *more, *(matrix for part in parts for matrix in part.matrices)]
         own = {
             "x": 2 * max(rows, scored) * self.hidden,
             "added": 2 * rows * self.hidden,
-            "scores": 4 * scored * self.vocabulary,
+            "logits": 4 * scored * self.vocabulary,
             "ordered": 2 * rows * max((m.weights.shape[1] for m in matrices if m.order is not None), default=0),
             "work": most_work(rows, max(matrix.weights.shape[1] for matrix in matrices)),
         }
         before = [self.embedding.memory(rows)]
         if self.layer_inputs is not None:
             before.append(self.layer_inputs.memory(rows))
-        sizes = largest([own, *before, *(part.memory(rows, texts) for part in parts)])
-        about = {"rows": rows, "texts": texts, "pages_of_text": pages_of_text, "scored": scored, "tables": self.tables}
-        return StepMemory(sizes, self.ordinal, **about)
+        sizes = largest([own, *before, *(part.memory(rows) for part in parts)])
+        about = {"rows": rows, "sequences": sequences, "scored": scored, "tables": self.tables}
+        return StepMemory(sizes, self.ordinal, pages_of_sequence=pages_of_sequence, **about)
 
     # ---- a step: the device is current ----------------------------------------------------------------------------
 
-    def run(self, stream: int, step: StepMemory, batch: Batch, *, scored: int = 0, activations: str = "exact") -> None:
-        """All blocks; then scores for `scored` rows, in a decode step all or none.
+    def run(self, stream: int, step: StepMemory, batch: Batch, *, activations: str = "exact") -> None:
+        """All blocks; then the logits of the batch's `scored` rows.
 
         activations: "fp8" or "q8" for products of many rows, where the kind of their weights can (plans.py).
         """
         self._launcher.activations = activations
-        self._run(stream, step, batch, range(len(self.blocks)), scored)
+        self._run(stream, step, batch, range(len(self.blocks)))
 
-    def _run(self, stream: int, step: StepMemory, batch: Batch, blocks: Sequence[int], scored: int) -> None:
+    def _run(self, stream: int, step: StepMemory, batch: Batch, blocks: Sequence[int]) -> None:
         launcher = self._launcher
+        step.use(batch)
         self.embedding.run(launcher, stream, step, batch.rows)
         if self.layer_inputs is not None:
             self.layer_inputs.run(launcher, stream, step, batch.rows)
         for i in blocks:
             before = self.blocks[i - 1].residual if i else None
             self.blocks[i].run(launcher, stream, step, batch, before)
-        if scored:
-            self.finish(stream, step, scored, which=step.at("scored") if batch.blocks else 0)
-            self.score(stream, step, scored)
+        if batch.scored:
+            self.finish(stream, step, batch.scored, which=step.at("scored"))
+            self.score(stream, step, batch.scored)
 
     def finish(self, stream: int, step: StepMemory, rows: int, *, added: bool = True, which: int = 0) -> None:
         """Take in the last block's output, and normalize rows for the head: all, or those at `which`."""
@@ -129,31 +130,31 @@ class DeviceDecoder:
 
     def score(self, stream: int, step: StepMemory, rows: int) -> None:
         """Logits of normalized rows of x."""
-        scores = step.at("scores")
-        self._launcher.products(stream, step, (self.head,), step.at("x"), scores, rows, float_y=True)
+        logits = step.at("logits")
+        self._launcher.products(stream, step, (self.head,), step.at("x"), logits, rows, float_y=True)
         if self.logit_cap:
             grid = (-(-self.vocabulary // CAP_THREADS), rows)
-            self._launcher.launch(stream, "cap", {}, grid, CAP_THREADS, scores, self.vocabulary, float(self.logit_cap))
+            self._launcher.launch(stream, "cap", {}, grid, CAP_THREADS, logits, self.vocabulary, float(self.logit_cap))
 
-    def prepare(self, step: StepMemory, batch: Batch, *, scored: int = 0, activations: str = "exact") -> None:
+    def prepare(self, step: StepMemory, batch: Batch, *, activations: str = "exact") -> None:
         """Compile what `run` and `choose` will launch."""
         heard: set[KernelLaunch] = set()
         self._launcher.heard, self._launcher.activations = heard, activations
         try:
-            self._run(0, step, batch, self._different, scored)
-            if scored:
-                self.choose(0, step, scored)
+            self._run(0, step, batch, self._different)
+            if batch.scored:
+                self.choose(0, step, batch.scored)
         finally:
             self._launcher.heard = None
         compile_together(heard, self.ordinal)
 
     def choose(self, stream: int, step: StepMemory, rows: int) -> None:
-        """Sample the next token of each row of logits, as `choices` say, and increment the positions."""
+        """Sample the next token of each row of logits, as `choices` say: to `picked`, and to `chosen` by slot."""
         at, parts, device = step.at, 1, self._launcher.device
         if device.capability >= (9, 0):
             parts = power_of_two(device.multiprocessors // rows, CHOOSE_PARTS)
-        pointers = at("choices"), at("tokens"), at("positions")
-        numbers = at("scores"), self.vocabulary
+        pointers = at("choices"), at("picked"), at("chosen")
+        numbers = at("logits"), self.vocabulary
         self._launcher.launch(stream, "choose", {}, (parts, rows), CHOOSE_THREADS, *numbers, *pointers, cluster=parts)
 
 

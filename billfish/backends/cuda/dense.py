@@ -26,7 +26,7 @@ class DeviceDense:
     def matrices(self) -> tuple[DeviceMatrix, ...]:
         return *self.gate_up, self.down
 
-    def memory(self, rows: int, texts: int) -> dict[str, int]:
+    def memory(self, rows: int) -> dict[str, int]:
         apart = 2 * 2 * rows * self.size if len(self.gate_up) > 1 else 0
         return {"opened": 2 * rows * self.size, "apart": apart}
 

@@ -259,13 +259,13 @@ class Stream:
 
 
 class Pinned:
-    """Memory of the host that copies from a device reach while Python goes on: int32 numbers."""
+    """Memory of the host that a device copies from and to while Python goes on: bytes."""
 
-    def __init__(self, count: int, ordinal: int) -> None:
+    def __init__(self, nbytes: int, ordinal: int) -> None:
         self._driver, self._context = driver(), _primary_context(ordinal)
         with current(ordinal):
-            self.pointer = int(check(driver().cuMemHostAlloc(4 * count, 0), "allocating on the host"))
-        self.array: NDArray[np.int32] = np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(self.pointer))
+            self.pointer = int(check(driver().cuMemHostAlloc(nbytes, 0), "allocating on the host"))
+        self.array: NDArray[np.uint8] = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.pointer))
 
     def __del__(self) -> None:
         if hasattr(self, "pointer"):
@@ -278,6 +278,39 @@ def check_device(ordinal: int) -> None:
     """Wait for all that was launched. Raises DeviceLost if the device cannot be used any more."""
     with current(ordinal):
         check(driver().cuCtxSynchronize(), "waiting for the device")
+
+
+class Event:
+    """A place in a stream that the host can wait for."""
+
+    def __init__(self, ordinal: int) -> None:
+        self._driver, self._context = driver(), _primary_context(ordinal)
+        with current(ordinal):
+            self._event = driver().CUevent(int(check(driver().cuEventCreate(2), "an event")))  # 2: without a time
+
+    def record(self, stream: int) -> None:
+        """Behind all that was launched on a stream. The device is current."""
+        check(driver().cuEventRecord(self._event, stream), "an event")
+
+    def wait(self) -> None:
+        """Until the device is there. An event that was never recorded is."""
+        check(driver().cuEventSynchronize(self._event), "waiting for the device")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_event"):
+            self._driver.cuCtxPushCurrent(self._context)
+            self._driver.cuEventDestroy(self._event)
+            self._driver.cuCtxPopCurrent()
+
+
+@contextmanager
+def recorded(program: Any) -> Iterator[None]:
+    """Launches become part of a `_cuda.Program`, and are not made."""
+    program.begin()
+    try:
+        yield
+    finally:
+        program.end()
 
 
 def free_bytes(ordinal: int) -> int:

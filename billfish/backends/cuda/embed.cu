@@ -8,13 +8,13 @@
 #include "decode.cuh"
 #include "values.cuh"
 
-extern "C" __global__ void marlin_embed(const u8* __restrict__ weights, const float* __restrict__ row_scale, const int* __restrict__ tokens,
+extern "C" __global__ void marlin_embed(const u8* __restrict__ weights, const float* __restrict__ row_scale, const int* __restrict__ tokens, const int* __restrict__ chosen,
                                         const int* __restrict__ positions, const double* __restrict__ frequencies, const double* __restrict__ magnitudes,
                                         float* __restrict__ x, float2* __restrict__ angles, int n, int k, int pairs, float scale) {
   __shared__ float values[16][128 + 4];
   let_next_start();
   wait_for_previous();
-  const int lane = threadIdx.x, along = (k + 127) / 128, brick = blockIdx.x, row = blockIdx.y, token = tokens[row];
+  const int lane = threadIdx.x, along = (k + 127) / 128, brick = blockIdx.x, row = blockIdx.y, token = token_of(tokens[row], chosen);
   for (int i = brick * 32 + lane; i < pairs; i += 32 * gridDim.x) {
     double sine, cosine;
     sincos(positions[row] * frequencies[i], &sine, &cosine);

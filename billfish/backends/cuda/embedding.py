@@ -36,7 +36,7 @@ class DeviceEmbedding:
         """`hidden` from `tokens`, and `angles` from `positions`."""
         at, (n, k), ropes = step.at, self.weights.shape, self.ropes
         table = address(self.weights.bricks), address(self.weights.row_scale)
-        read = at("tokens"), at("positions"), ropes.frequencies.pointer, ropes.magnitudes.pointer
+        read = at("tokens"), at("chosen"), at("positions"), ropes.frequencies.pointer, ropes.magnitudes.pointer
         numbers = at("hidden"), at("angles"), n, k, ropes.pairs, float(self.scale)
         macros, grid = self.weights.kind.macros(), (-(-k // 128), rows)
         launcher.launch(stream, "embed", macros, grid, 32, *table, *read, *numbers)
@@ -65,7 +65,7 @@ class DeviceLayerInputs:
         launcher.normalize(stream, step, rows, None)
         launcher.products(stream, step, (self.projection,), at("x"), at("layer_projections"), rows)
         table = address(self.embedding.bricks), address(self.embedding.row_scale)
-        pointers = at("tokens"), at("layer_projections"), self.norm.pointer, at("layer_inputs")
+        pointers = at("tokens"), at("chosen"), at("layer_projections"), self.norm.pointer, at("layer_inputs")
         numbers = n, k, rows, launcher.epsilon, float(self.scale), float(self.projection_scale)
         macros = self.embedding.kind.macros() | {"NUMBER": launcher.type, "SIZE": str(self.size)}
         launcher.launch(stream, "layer_inputs", macros, (self.layers, rows), 32, *table, *pointers, *numbers)

@@ -6,12 +6,12 @@
 #include "decode.cuh"
 #include "values.cuh"
 
-extern "C" __global__ void marlin_layer_inputs(const u8* __restrict__ weights, const float* __restrict__ row_scale, const int* __restrict__ tokens, const u16* __restrict__ projected,
+extern "C" __global__ void marlin_layer_inputs(const u8* __restrict__ weights, const float* __restrict__ row_scale, const int* __restrict__ tokens, const int* __restrict__ chosen, const u16* __restrict__ projected,
                                                const float* __restrict__ norm, u16* __restrict__ out, int n, int k, int rows, float epsilon, float scale, float projection_scale) {
   __shared__ float values[16][128 + 4];
   let_next_start();
   wait_for_previous();
-  const int lane = threadIdx.x, along = (k + 127) / 128, layer = blockIdx.x, row = blockIdx.y, token = tokens[row], first = layer * SIZE;
+  const int lane = threadIdx.x, along = (k + 127) / 128, layer = blockIdx.x, row = blockIdx.y, token = token_of(tokens[row], chosen), first = layer * SIZE;
   const u16* from = projected + (size_t)row * k + first;
   float sum = 0;
   for (int i = lane; i < SIZE; i += 32) {

@@ -152,7 +152,7 @@ class DeviceMixture:
     def matrices(self) -> tuple[DeviceMatrix, ...]:
         return () if self.shared is None else self.shared.matrices
 
-    def memory(self, rows: int, texts: int) -> dict[str, int]:
+    def memory(self, rows: int) -> dict[str, int]:
         visits = rows * self.router.chosen
         sizes = {
             "router_logits": 4 * rows * self.router.outputs,
@@ -165,7 +165,7 @@ class DeviceMixture:
             "expert_apart": 2 * 2 * visits * self.size if len(self.gate_up) > 1 else 0,
             "expert_given": 2 * visits * self.hidden,
         }
-        return sizes if self.shared is None else sizes | self.shared.memory(rows, texts)
+        return sizes if self.shared is None else sizes | self.shared.memory(rows)
 
     def run(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch) -> None:
         if self.shared is not None:
@@ -235,10 +235,10 @@ class DeviceDenseAndMixture:
     def matrices(self) -> tuple[DeviceMatrix, ...]:
         return *self.dense.matrices, *self.mixture.matrices
 
-    def memory(self, rows: int, texts: int) -> dict[str, int]:
+    def memory(self, rows: int) -> dict[str, int]:
         size = 2 * rows * self.mixture.hidden
         own = {"router_x": size, "mixture_x": size, "mixed": size}
-        return own | self.dense.memory(rows, texts) | self.mixture.memory(rows, texts)
+        return own | self.dense.memory(rows) | self.mixture.memory(rows)
 
     def run(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch) -> None:
         at, rows, hidden = step.at, batch.rows, self.mixture.hidden

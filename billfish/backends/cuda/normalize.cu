@@ -23,7 +23,7 @@ DEVICE float factor(float sum, float epsilon, float* sums) {
   return rsqrtf(sum / HIDDEN + epsilon);
 }
 
-// `rows`: which rows of `hidden`, or null for all. x has them one after the other.
+// `rows`: which rows of `hidden`, which stay as they are, or null for all. x has them one after the other.
 extern "C" __global__ void __launch_bounds__(THREADS)
 marlin_normalize(float* __restrict__ hidden, const u16* __restrict__ added, const float* __restrict__ weight, const int* __restrict__ rows, u16* __restrict__ x,
                  const float* __restrict__ post, float epsilon, float scale, float output_scale) {
@@ -58,7 +58,7 @@ marlin_normalize(float* __restrict__ hidden, const u16* __restrict__ added, cons
       const float4 p = POST ? __ldg((const float4*)post + at) : make_float4(1, 1, 1, 1);
       v[i].x = (v[i].x + more[i].x * (after * p.x)) * output_scale, v[i].y = (v[i].y + more[i].y * (after * p.y)) * output_scale;
       v[i].z = (v[i].z + more[i].z * (after * p.z)) * output_scale, v[i].w = (v[i].w + more[i].w * (after * p.w)) * output_scale;
-      from[at] = v[i];
+      if (!rows) from[at] = v[i];
     }
     if (NORM) sum += squares(v[i]);
     else w[i] = make_float4(1, 1, 1, 1);

@@ -1,7 +1,8 @@
 """Token mixers with a state of fixed size instead of a KV cache, on a GPU: gated delta net, Mamba-2, short convolution.
 
-The states of a sequence are one piece of memory, whose address is in the step's `states`. From number `state_at` on a
-layer has float32 [heads][values / 8][keys][8] there, then the last inputs of its convolution, [taps - 1][channels].
+The states of a sequence are one piece of memory, whose address is in the step's `states`; those of sequences that
+decode come first. From number `state_at` on a layer has float32 [heads][values / 8][keys][8] there, then the last
+inputs of its convolution, [taps - 1][channels].
 
 A decode step reads and writes each state once:
 
@@ -20,12 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.cuda.driver import Buffer, Device, copy_in
+from billfish.backends.cuda.driver import Buffer, Device
 from billfish.backends.cuda.launcher import DeviceMatrix, Launcher
 from billfish.backends.cuda.step_memory import Batch, StepMemory
 
@@ -55,29 +56,32 @@ def chunks_between(start: int, end: int, saves: dict[int, int]) -> list[Chunk]:
     return chunks
 
 
-def chunk_memory(rows: int, texts: int) -> dict[str, int]:
-    """Bytes of what `feed_chunks` fills. A chunk has a row at least."""
-    return {"chunks": 16 * rows, "chunk_saves": 8 * rows, "chunk_ranges": 8 * texts}
+def chunk_inputs(row: int, prompts: Sequence[Sequence[Chunk]]) -> dict[str, NDArray[Any]]:
+    """The inputs of a step that tell the chunks of its prompts, whose rows follow each other from `row` on.
 
-
-def feed_chunks(stream: int, step: StepMemory, texts: Sequence[Sequence[Chunk]]) -> int:
-    """Tell a step the chunks of its texts, whose rows follow each other: how many chunks there are."""
-    table, saves, ranges, row = list[tuple[int, ...]](), list[int](), list[tuple[int, int]](), 0
-    for text, chunks in enumerate(texts):
+    chunks: the first row of a chunk, how many it has, the number of its prompt, and the prompt's first row.
+    """
+    table, saves, ranges = list[tuple[int, ...]](), list[int](), list[tuple[int, int]]()
+    for prompt, chunks in enumerate(prompts):
         ranges.append((len(table), len(chunks)))
         first = row
         for chunk in chunks:
-            table.append((row, chunk.rows, text, first))
+            table.append((row, chunk.rows, prompt, first))
             saves.append(chunk.save)
             row += chunk.rows
-    arrays: dict[str, NDArray[np.int32] | NDArray[np.uint64]] = {
-        "chunks": np.array(table, np.int32),
+    return {
+        "chunks": np.array(table, np.int32).reshape(-1, 4),
         "chunk_saves": np.array(saves, np.uint64),
-        "chunk_ranges": np.array(ranges, np.int32),
+        "chunk_ranges": np.array(ranges, np.int32).reshape(-1, 2),
     }
-    for name, array in arrays.items():
-        copy_in(step.at(name), array, stream)
-    return len(table)
+
+
+Places = dict[str, tuple[int, int]]  # of what products made: where it begins, and how many numbers its rows are apart
+
+
+def states_of(step: StepMemory, batch: Batch, *, few: bool) -> int:
+    """Where the addresses of the states of sequences that decode are, or those of prompts."""
+    return step.at("states") + (0 if few else 8 * batch.decoding)
 
 
 @dataclass(frozen=True)
@@ -111,21 +115,28 @@ class DeviceShortConvolution:
     def matrices(self) -> tuple[DeviceMatrix, ...]:
         return self.projection, self.output
 
-    def memory(self, rows: int, texts: int) -> dict[str, int]:
+    def memory(self, rows: int) -> dict[str, int]:
         size = 2 * rows * self.convolution.channels
-        return {"mixer_inputs": 3 * size, "mixer_output": size} | chunk_memory(rows, texts)
+        return {"mixer_inputs": 3 * size, "mixer_output": size}
 
     def run(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch) -> None:
-        at, c, few = step.at, self.convolution, not batch.chunks
+        at, c = step.at, self.convolution
         launcher.products(stream, step, (self.projection,), at("x"), at("mixer_inputs"), batch.rows)
-        macros = {"TYPE": launcher.type, "TAPS": c.taps, "FEW": int(few)}
-        grid = -(-c.channels // CHANNELS), batch.rows if few else PARTS * batch.chunks
-        pointers = at("mixer_inputs"), c.weight.pointer, c.bias_pointer, at("states"), at("chunks"), at("mixer_output")
-        launcher.launch(stream, "short_convolution", macros, grid, CHANNELS, *pointers, c.channels, self.state_at)
-        if not few:
+        if batch.decoding:
+            self._convolve(launcher, stream, step, batch, few=True)
+        if batch.chunks:
+            self._convolve(launcher, stream, step, batch, few=False)
             b = at("mixer_inputs")
             _keep(launcher, stream, step, batch, c, b, b + 4 * c.channels, 3 * c.channels, self.state_at)
         launcher.products(stream, step, (self.output,), at("mixer_output"), at("added"), batch.rows)
+
+    def _convolve(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch, *, few: bool) -> None:
+        at, c = step.at, self.convolution
+        macros = {"TYPE": launcher.type, "TAPS": c.taps, "FEW": int(few)}
+        grid = -(-c.channels // CHANNELS), batch.decoding if few else PARTS * batch.chunks
+        tables = states_of(step, batch, few=few), at("chunks")
+        pointers = at("mixer_inputs"), c.weight.pointer, c.bias_pointer, *tables, at("mixer_output")
+        launcher.launch(stream, "short_convolution", macros, grid, CHANNELS, *pointers, c.channels, self.state_at)
 
 
 @dataclass(frozen=True)
@@ -171,7 +182,7 @@ class DeviceRecurrence:
         """Where the inputs of the convolution begin in a sequence's memory."""
         return self.state_at + self.width * self.keys
 
-    def memory(self, rows: int, texts: int) -> dict[str, int]:
+    def memory(self, rows: int) -> dict[str, int]:
         return {
             "mixer_inputs": 2 * rows * sum(matrix.weights.shape[0] for matrix in self.inputs),
             "mixer_output": 2 * rows * self.width,
@@ -182,30 +193,39 @@ class DeviceRecurrence:
             "mixer_sums": 4 * rows * self.width,
             "chunk_w": 2 * rows * self.heads * self.keys * self.delta,
             "chunk_attention": 4 * rows * self.heads * CHUNK,
-        } | chunk_memory(rows, texts)
+        }
 
     def run(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch) -> None:
-        at, c, few = step.at, self.convolution, not batch.chunks
+        at = step.at
         launcher.products(stream, step, self.inputs, at("x"), at("mixer_inputs"), batch.rows)
         places = self._places(at("mixer_inputs"), batch.rows)
-        z, (convolved, stride) = places["z"], places["convolved"]
-        chunked = not few and self.is_chunked(launcher.device)
-        self._prepare(launcher, stream, step, batch, places, half=chunked)
-        if not few:
-            _keep(launcher, stream, step, batch, c, convolved, 0, stride, self.tail_at)
+        if batch.decoding:
+            self._decode(launcher, stream, step, batch, places)
+        if batch.chunks:  # in the memory of what decodes, which is done
+            self._prefill(launcher, stream, step, batch, places)
+        launcher.products(stream, step, (self.output,), at("mixer_output"), at("added"), batch.rows)
+
+    def _decode(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch, places: Places) -> None:
+        self._prepare(launcher, stream, step, batch, places, few=True, half=False)
+        self._run_tokens(launcher, stream, step, batch, places["z"], few=True)
+        if not self.delta:
+            self._normalize(launcher, stream, step, places["z"], 0, batch.decoding)
+
+    def _prefill(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch, places: Places) -> None:
+        (convolved, stride), chunked = places["convolved"], self.is_chunked(launcher.device)
+        self._prepare(launcher, stream, step, batch, places, few=False, half=chunked)
+        _keep(launcher, stream, step, batch, self.convolution, convolved, 0, stride, self.tail_at)
         if chunked:
             self._run_chunks(launcher, stream, step, batch)
         else:
-            self._run_tokens(launcher, stream, step, batch, z)
-        if not few or not self.delta:
-            self._normalize(launcher, stream, step, batch, z)
-        launcher.products(stream, step, (self.output,), at("mixer_output"), at("added"), batch.rows)
+            self._run_tokens(launcher, stream, step, batch, places["z"], few=False)
+        self._normalize(launcher, stream, step, places["z"], batch.decoding, batch.rows - batch.decoding)
 
     def is_chunked(self, device: Device) -> bool:
         """Whether prompts take the chunkwise form."""
         return max(self._product_bytes, self._scan_bytes(32, 1)) <= device.shared_bytes
 
-    def _places(self, at: int, rows: int) -> dict[str, tuple[int, int]]:
+    def _places(self, at: int, rows: int) -> Places:
         """Where what the products made begins, and how many numbers its rows are apart."""
         channels = self.convolution.channels
         delta = {"convolved": channels, "z": self.width, "beta": self.heads, "alpha": self.heads}
@@ -226,10 +246,12 @@ class DeviceRecurrence:
         stream: int,
         step: StepMemory,
         batch: Batch,
-        places: dict[str, tuple[int, int]],
+        places: Places,
+        *,
+        few: bool,
         half: bool,
     ) -> None:
-        at, c, few = step.at, self.convolution, not batch.chunks
+        at, c = step.at, self.convolution
         all_keys, threads = self.key_heads * self.keys, -(-max(self.keys, self.values) // 32) * 32
         macros = {"TYPE": launcher.type, "TAPS": c.taps, "KEYS": self.keys, "VALUES": self.values, "THREADS": threads}
         macros |= {"DELTA": int(self.delta), "FEW": int(few), "HALF": int(half)}
@@ -240,23 +262,25 @@ class DeviceRecurrence:
         )
         vectors = c.weight.pointer, c.bias_pointer, self.decay.pointer, self.step.pointer
         made = at("mixer_kq"), at("mixer_overlap"), at("mixer_v"), at("mixer_gates")
-        pointers = convolved, beta, alpha, *vectors, at("states"), at("chunks"), *made
+        pointers = convolved, beta, alpha, *vectors, states_of(step, batch, few=few), at("chunks"), *made
         numbers = stride, beta_stride, alpha_stride, c.channels, k_at, q_at, v_at, self.tail_at
-        grid = self.key_heads + self.heads, batch.rows if few else PARTS * batch.chunks
+        grid = self.key_heads + self.heads, batch.decoding if few else PARTS * batch.chunks
         heads = self.key_heads, self.heads
         launcher.launch(stream, "recurrence_inputs", macros, grid, threads, *pointers, *numbers, *heads)
 
     def _macros(self) -> dict[str, int]:
         return {"KEYS": self.keys, "VALUES": self.values, "DELTA": int(self.delta), "TILED": int(self.tiled)}
 
-    def _run_tokens(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch, z: tuple[int, int]) -> None:
-        at, few = step.at, not batch.chunks
+    def _run_tokens(
+        self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch, z: tuple[int, int], *, few: bool
+    ) -> None:
+        at = step.at
         columns = self.values if few and self.delta else min(FEW_COLUMNS, self.values)
         macros = {"TYPE": launcher.type, "WARPS": columns // 8, "FEW": int(few)} | self._macros()
         read = at("mixer_kq"), at("mixer_overlap"), at("mixer_v"), at("mixer_gates"), self._skip
-        states = at("states"), at("chunks"), at("chunk_ranges"), at("chunk_saves")
+        states = states_of(step, batch, few=few), at("chunks"), at("chunk_ranges"), at("chunk_saves")
         written = at("mixer_sums"), z[0], self.norm.pointer, at("mixer_output"), launcher.epsilon
-        grid = self.values // columns, self.heads, batch.rows if few else batch.texts
+        grid = self.values // columns, self.heads, batch.decoding if few else batch.prompts
         numbers = z[1], self.state_at, self.key_heads, self.heads
         launcher.launch(stream, "recurrence", macros, grid, columns * 4, *read, *states, *written, *numbers)
 
@@ -284,7 +308,7 @@ class DeviceRecurrence:
 
     def _run_chunks(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch) -> None:
         at, heads = step.at, (self.key_heads, self.heads)
-        wide, stages = self._scan_shape(launcher.device, batch.texts)
+        wide, stages = self._scan_shape(launcher.device, batch.prompts)
         made = at("chunks"), at("chunk_attention"), at("chunk_w")
         launcher.launch(
             stream,
@@ -296,25 +320,30 @@ class DeviceRecurrence:
             shared_bytes=self._product_bytes,
         )
         read = at("mixer_kq"), at("chunk_w"), at("mixer_v"), at("chunk_attention"), at("mixer_gates"), self._skip
-        states = at("states"), at("chunks"), at("chunk_ranges"), at("chunk_saves"), at("mixer_sums")
+        tables = at("chunks"), at("chunk_ranges"), at("chunk_saves")
+        states = states_of(step, batch, few=False), *tables, at("mixer_sums")
         launcher.launch(
             stream,
             "chunk_scan",
             self._macros() | {"WIDE": wide, "STAGES": stages},
-            (self.values // wide, self.heads, batch.texts),
+            (self.values // wide, self.heads, batch.prompts),
             SCAN_WARPS * 32,
             *(*read, *states, self.state_at, *heads),
             shared_bytes=self._scan_bytes(wide, stages),
         )
 
-    def _normalize(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch, z: tuple[int, int]) -> None:
+    def _normalize(
+        self, launcher: Launcher, stream: int, step: StepMemory, z: tuple[int, int], first: int, rows: int
+    ) -> None:
+        """So many rows from the first one on."""
         team = min(MOST_THREADS, -(-self.group // 4 // 32) * 32)
         teams = 8 if team == 32 else 1
         macros = {"TYPE": launcher.type, "GROUP": self.group, "GATE_FIRST": int(not self.delta), "TEAM": team}
         groups = self.width // self.group
-        pointers = step.at("mixer_sums"), z[0], self.norm.pointer, step.at("mixer_output"), launcher.epsilon
-        numbers = batch.rows, groups, z[1], 0 if self.delta else self.group
-        grid = (-(-batch.rows * groups // teams),)
+        sums, output = step.at("mixer_sums") + 4 * first * self.width, step.at("mixer_output") + 2 * first * self.width
+        pointers = sums, z[0] + 2 * first * z[1], self.norm.pointer, output, launcher.epsilon
+        numbers = rows, groups, z[1], 0 if self.delta else self.group
+        grid = (-(-rows * groups // teams),)
         launcher.launch(stream, "gated_norm", macros | {"TEAMS": teams}, grid, team * teams, *pointers, *numbers)
 
 
@@ -333,6 +362,6 @@ def _keep(
     0: nothing."""
     at, channels = step.at, convolution.channels
     macros = {"TYPE": launcher.type, "TAPS": convolution.taps, "PAIRS": int(others != 0)}
-    tables = at("states"), at("chunks"), at("chunk_ranges"), at("chunk_saves")
-    grid = -(-channels // CHANNELS), batch.texts
+    tables = states_of(step, batch, few=False), at("chunks"), at("chunk_ranges"), at("chunk_saves")
+    grid = -(-channels // CHANNELS), batch.prompts
     launcher.launch(stream, "keep_inputs", macros, grid, CHANNELS, inputs, others, *tables, stride, channels, tail_at)

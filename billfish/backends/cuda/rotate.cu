@@ -14,9 +14,9 @@ static_assert(HEAD % 2 == 0 && 2 * PAIRS <= HEAD, "pairs of numbers");
 
 extern "C" __global__ void __launch_bounds__(EACH * ROWS)
 marlin_rotate(u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, int q_stride, int k_stride, int v_stride, const float2* __restrict__ angles,
-              const int* __restrict__ positions, const int* __restrict__ texts, const u64* __restrict__ pages, const float* __restrict__ q_norm, const float* __restrict__ k_norm,
+              const int* __restrict__ positions, const int* __restrict__ sequences, const u64* __restrict__ pages, const float* __restrict__ q_norm, const float* __restrict__ k_norm,
               const float2* __restrict__ head_scales, float epsilon, float scale, float growth, int growth_length, int angle_stride, int heads, int kv_heads, int offset,
-              int pages_of_text, int rows) {
+              int pages_of_sequence, int rows) {
   __shared__ float sums[ROWS][WARPS];
   let_next_start();
   const int head = blockIdx.x, mine = threadIdx.x / EACH, t = threadIdx.x % EACH, row = min(blockIdx.y * ROWS + mine, rows - 1);
@@ -24,8 +24,9 @@ marlin_rotate(u16* __restrict__ q, const u16* __restrict__ k, const u16* __restr
   const bool any = t < HEAD / 2;                        // the others write the zeros that fill a page's rows up to WIDE
   const bool is_q = head < heads, is_v = head >= heads + kv_heads, turns = t < PAIRS;
   const int first = !turns ? PAIRS * 2 + (t - PAIRS) * 2 : ADJACENT ? 2 * t : t, second = turns && !ADJACENT ? t + PAIRS : first + 1;
+  // What the host sent was there before the step's first kernel began.
   const int position = positions[row], kv_head = head - heads - (is_v ? kv_heads : 0);
-  const u64 page = is_q ? 0 : pages[(size_t)texts[row] * pages_of_text + position / PAGE];
+  const u64 page = is_q ? 0 : pages[(size_t)sequences[row] * pages_of_sequence + position / PAGE];
   wait_for_previous();
   const u16* from = is_q ? q + (size_t)row * q_stride + head * (1 + OUTPUT_GATE) * HEAD : is_v ? v + (size_t)row * v_stride + kv_head * HEAD : k + (size_t)row * k_stride + kv_head * HEAD;
   float a = any ? TYPE::to_float(from[first]) : 0, b = any ? TYPE::to_float(from[second]) : 0;

@@ -3,6 +3,9 @@
 #pragma once
 #include "decode.cuh"
 
+// A token as the host sends it: itself, or ~slot for the one that was chosen last in that slot.
+DEVICE int token_of(int sent, const int* chosen) { return sent < 0 ? chosen[~sent] : sent; }
+
 template <bool POSITIVE_ZERO> DEVICE void decode_brick(const u8* weights, const float* row_scale, int course, int brick, int n, int along, int lane, float (*values)[128 + 4]) {
   __shared__ __align__(16) u8 copy[Brick::bytes];
   const int g = lane >> 2, c = lane & 3;

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from billfish.core.errors import DataError, DeviceLost, ModelError, bad_argument, explained, failure
 from billfish.core.typing import Activations
-from billfish.llm.decoder_base import Decoder
+from billfish.llm.decoder_base import Decoder, PendingStep
 from billfish.llm.grammar import CompiledGrammar, Grammar, Vocabulary
 from billfish.llm.kv_cache import NO_ADAPTER, NoRoom
 from billfish.llm.model import Model
@@ -77,6 +77,7 @@ class Engine:
         try:
             exact = self._activations == "exact"
             self._slots = Slots(decoder, streams, self.context, self._cuts, exact=exact, tokens=cache_tokens)
+            decoder.warm(streams, self._activations)
         except (MemoryError, ModelError) as error:  # a GPU's cache raises the latter
             said = str(error).removeprefix("llm.generate: ").rstrip(".")
             why = f" ({said})" if said else ""
@@ -91,6 +92,7 @@ class Engine:
         self._running: list[Job] = []
         self._numbers = count()
         self._in_reading = PromptsInReading(self._cuts)  # the engine's thread's alone
+        self._pending: tuple[PendingStep, list[Answer]] | None = None  # a step, and whose tokens it chooses
         self._closing = self._recovering = False
         self.failure = ""  # a sentence, when the engine has ended by an error
         self._counts = EngineCounts(cache_bytes_bound=self._slots.bytes_bound)
@@ -242,6 +244,7 @@ class Engine:
             jobs = [*self._waiting, *self._running]
             self._waiting, self._running = [], []
             self._slots.clear()
+            self._pending = None
             self._in_reading = PromptsInReading(self._cuts)
         for job in jobs:
             with suppress(Exception):
@@ -254,7 +257,12 @@ class Engine:
         self._start_waiting()
         jobs, parts = self._plan()
         reading = [job for job in parts if not job.decodes]
-        self._answer({job: part for job, part in parts.items() if isinstance(job, Answer)})
+        submitted = self._submit_step({job: part for job, part in parts.items() if isinstance(job, Answer)})
+        before, self._pending = self._pending, submitted
+        self._take_tokens(before)  # while the device is busy with what was submitted
+        if not self._decoder.overlaps:
+            self._pending = None
+            self._take_tokens(submitted)
         for job in reading:
             if isinstance(job, Embedding):
                 with _failing([job], self._decoder):
@@ -278,7 +286,11 @@ class Engine:
             parts = share_out(jobs, budget, self._cuts.smallest)
             if all(self._slots.make_room(job.slot, job.position + part + 1, part) for job, part in parts.items()):
                 return jobs, parts
-            if len(jobs) > 1:
+            if self._pending is not None:  # tokens that may end a request, and that one which is preempted must know
+                before, self._pending = self._pending, None
+                self._take_tokens(before)
+                self._remove([job for job in jobs if job.finished])
+            elif len(jobs) > 1:
                 self._preempt(jobs[-1])
             else:
                 jobs[0].end("failed", FULL)
@@ -296,20 +308,37 @@ class Engine:
             self._in_reading.remove(job)
         job.restart()
 
-    def _answer(self, parts: dict[Answer, int]) -> None:
-        """Feed so many tokens of each text, and choose the next one where nothing is left."""
-        going_on = [job for job, part in parts.items() if part == job.left]
+    def _submit_step(self, parts: dict[Answer, int]) -> tuple[PendingStep, list[Answer]] | None:
+        """Feed so many tokens of each text, and have the next one chosen where nothing is left: for these answers."""
+        going_on = [job for job, part in parts.items() if part >= job.left]
         feeding = [*going_on, *(job for job, part in parts.items() if part < job.left)]
         passages = [(job.slot.cache, job.tokens(parts[job])) for job in feeding]
-        chosen = list[int]()
+        if not passages:
+            return None
         with _failing(feeding, self._decoder):
-            chosen = self._decoder.choose(passages, [job.sampler for job in going_on], self._activations)
+            pending = self._decoder.submit(passages, [job.sampler for job in going_on], self._activations)
             for job in feeding:
                 job.was_fed()
-        self._counts.generated_tokens += len(chosen)
-        for job, token in zip(going_on, chosen, strict=False):  # none, if the step failed
-            with _failing([job]):
-                job.take(token)
+            for job in going_on:
+                job.pending = pending
+            return pending, going_on
+        return None
+
+    def _take_tokens(self, step: tuple[PendingStep, list[Answer]] | None) -> None:
+        """Give the tokens of a step to its answers. Of an answer that has ended meanwhile, nobody takes them."""
+        if step is None:
+            return
+        pending, answers = step
+        chosen = list[int]()
+        with _failing(answers, self._decoder):
+            chosen = pending.tokens()
+        for job, token in zip(answers, chosen, strict=False):  # none, if the step failed
+            if job.pending is pending:
+                job.pending = None
+            if not job.finished:
+                self._counts.generated_tokens += 1
+                with _failing([job]):
+                    job.take(token)
 
     def _end_cancelled(self) -> None:
         with self._changed:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.core.errors import BillfishError
+from billfish.llm.decoder_base import PENDING, PendingStep
 from billfish.llm.grammar import Matcher
 from billfish.llm.kv_cache import NO_ADAPTER
 from billfish.llm.model import Model
@@ -115,6 +116,7 @@ class Answer(Job):
         self.sampler = RequestSampler(request.sampling, request.prompt, matcher, request.logprobs)
         self._on_token, self._ends = on_token, ends
         self._most = min(request.max_tokens, context - len(request.prompt) + 1)
+        self.pending: PendingStep | None = None  # the last step that was submitted, if its token was not taken yet
         self.waits_for: tuple[Answer, int] | None = None  # who computes so many tokens of the same prompt
 
     @property
@@ -126,6 +128,10 @@ class Answer(Job):
 
     @property
     def decodes(self) -> bool:
+        """Or whether it can be fed the token of a pending step, as that will not be the last one."""
+        if self.pending is not None:
+            more = self.ticket.completion_tokens + 1 < self._most
+            return self.left == 0 and more and not self.sampler.needs_scores
         return len(self.text) > len(self.prompt) and self.left == 1
 
     def part(self, share: int) -> int:
@@ -133,6 +139,9 @@ class Answer(Job):
         if self.position < len(self.prompt):
             return super().part(share)
         return min(self.left, share, self._rows_again)
+
+    def tokens(self, count: int) -> list[int]:
+        return super().tokens(count) if self.left > 0 else [PENDING]
 
     def take(self, token: int) -> None:
         """The next token of the answer."""

@@ -19,7 +19,7 @@ def share_out(jobs: Sequence[Job], budget: int, smallest: int) -> dict[Job, int]
     for job in jobs:
         if job.decodes:
             parts[job] = 1
-        elif left >= smallest:
+        elif job.left > 0 and left >= smallest:
             parts[job] = job.part(left)
             left -= parts[job]
     return parts

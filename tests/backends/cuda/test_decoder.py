@@ -222,7 +222,7 @@ def test_prompts_and_tokens_get_the_oracles_scores(case):
 
     def check_scores(step: Any, stream: int, places: list[int]) -> np.ndarray:
         scores = np.empty((count, s.vocabulary), np.float32)
-        copy_out(scores, step.at("scores"), stream)
+        copy_out(scores, step.at("logits"), stream)
         for i, place in enumerate(places):
             expected = oracle[i][place]
             assert np.linalg.norm(scores[i] - expected) < limit * np.linalg.norm(expected), (i, place)
@@ -232,6 +232,8 @@ def test_prompts_and_tokens_get_the_oracles_scores(case):
         stream = int(check(driver().cuStreamCreate(1), "a stream"))
         step = decoder.step(sum(LENGTHS), count, PAGES, count)
         copy_in(step.at("pages"), table, stream)
+        slots = np.zeros(count, CHOICE)
+        slots["slot"] = np.arange(count)
         for start, stop in pairwise((0, 1, 3)):
             spans = [(length * start // 3, length * stop // 3) for length in LENGTHS]
             rows, blocks, last = 0, [], []
@@ -243,28 +245,39 @@ def test_prompts_and_tokens_get_the_oracles_scores(case):
             parts = {
                 "tokens": np.concatenate([text[a:b] for text, (a, b) in zip(texts, spans, strict=True)]),
                 "positions": np.concatenate([np.arange(a, b) for a, b in spans]),
-                "texts": np.concatenate([np.full(b - a, i) for i, (a, b) in enumerate(spans)]),
+                "sequences": np.concatenate([np.full(b - a, i) for i, (a, b) in enumerate(spans)]),
                 "blocks": np.array(blocks),
                 "scored": np.array(last),
             }
+            batch = Batch(rows, 0, blocks=len(blocks), scored=count)
+            step.use(batch)
             for name, values in parts.items():
                 copy_in(step.at(name), values.astype(np.int32), stream)
-            decoder.run(stream, step, Batch(rows, count, len(blocks)), scored=count)
+            decoder.run(stream, step, batch)
             check_scores(step, stream, [b - 1 for _, b in spans])
 
         step = decoder.step(count, count, PAGES, count)
         copy_in(step.at("pages"), table, stream)
-        copy_in(step.at("texts"), np.arange(count, dtype=np.int32), stream)
         graphs: dict[int, Any] = {}
         for i in range(MORE):
             positions = np.array(LENGTHS, np.int32) + i
             tokens = np.array([text[p] for text, p in zip(texts, positions, strict=True)], np.int32)
-            copy_in(step.at("tokens"), tokens, stream)
-            copy_in(step.at("positions"), positions, stream)
             parts = (8, 4, 2, 1)[i % 4]
+            batch = Batch(count, count, scored=count, parts=parts)
+            step.use(batch)
+            # Every second token is the one that the step before left in a slot.
+            numbers = np.arange(count, dtype=np.int32)
+            copy_in(step.at("chosen"), tokens, stream)
+            copy_in(step.at("tokens"), np.where(numbers % 2, ~numbers, tokens).astype(np.int32), stream)
+            copy_in(step.at("positions"), positions, stream)
+            copy_in(step.at("sequences"), numbers, stream)
+            blocks = np.stack([numbers, np.ones_like(numbers), numbers, positions], axis=1)
+            copy_in(step.at("blocks"), blocks, stream)
+            copy_in(step.at("scored"), numbers, stream)
+            copy_in(step.at("choices"), slots, stream)
 
-            def work(stream: int, parts: int = parts) -> None:
-                decoder.run(stream, step, Batch(count, count, parts=parts), scored=count)
+            def work(stream: int, batch: Batch = batch) -> None:
+                decoder.run(stream, step, batch)
                 decoder.choose(stream, step, count)
 
             if i < 4:  # compiles what it takes
@@ -273,11 +286,9 @@ def test_prompts_and_tokens_get_the_oracles_scores(case):
             else:
                 check(driver().cuGraphLaunch(graphs[parts], stream), "a graph")
             scores = check_scores(step, stream, list(positions))
-            copy_out(tokens, step.at("tokens"), stream)
-            assert (tokens == scores.argmax(axis=1)).all()
-            moved = np.empty(count, np.int32)
-            copy_out(moved, step.at("positions"), stream)
-            assert (moved == positions + 1).all()
+            for name in ("picked", "chosen"):
+                copy_out(tokens, step.at(name), stream)
+                assert (tokens == scores.argmax(axis=1)).all()
 
 
 def choose(scores: np.ndarray, samplings: list[Sampling], random: np.ndarray) -> np.ndarray:
@@ -286,14 +297,15 @@ def choose(scores: np.ndarray, samplings: list[Sampling], random: np.ndarray) ->
     model = Model(replace(SHAPE, vocabulary=vocabulary), "q4_0", False, False)
     with current(0):
         step = model.decoder.step(rows, rows, PAGES, rows)
+        step.use(Batch(rows, rows, scored=rows))
         how = np.zeros(rows, CHOICE)
         for i, sampling in enumerate(samplings):
-            how[i] = sampling.temperature, sampling.top_p, sampling.top_k, 0, random[i]
-        copy_in(step.at("scores"), scores, 0)
+            how[i] = sampling.temperature, sampling.top_p, sampling.min_p, sampling.top_k, i, 0, random[i]
+        copy_in(step.at("logits"), scores, 0)
         copy_in(step.at("choices"), how, 0)
         model.decoder.choose(0, step, rows)
         tokens = np.empty(rows, np.int32)
-        copy_out(tokens, step.at("tokens"), 0)
+        copy_out(tokens, step.at("picked"), 0)
     return tokens
 
 
@@ -304,13 +316,19 @@ def test_tokens_are_drawn_as_on_the_cpu(rows, vocabulary):
     rng = np.random.default_rng(rows + vocabulary)
     scores = (rng.standard_normal((rows, vocabulary)) * 3).astype(np.float32)
     scores[:, ::3] = np.rint(scores[:, ::3])  # some are equal
-    options = {"temperature": (0.0, 0.3, 1.0, 5.0), "top_k": (0, 1, 2, 40, 10**6), "top_p": (1.0, 0.95, 0.5, 1e-9)}
+    options = {
+        "temperature": (0.0, 0.3, 1.0, 5.0),
+        "top_k": (0, 1, 2, 40, 10**6),
+        "top_p": (1.0, 0.95, 0.5, 1e-9),
+        "min_p": (0.0, 0.0, 0.05, 0.5, 1.0),
+    }
     samplings = [Sampling(**{name: rng.choice(values).item() for name, values in options.items()}) for _ in range(rows)]
     random = rng.random(rows)
     near = []
     for row, how, number in zip(scores, samplings, random, strict=True):
         tried = {choose_token(row, how, min(max(0.0, number + d), 1 - 1e-12)) for d in (-1e-5, 0, 1e-5)}
         looser = [replace(how, top_p=min(1.0, how.top_p * f)) for f in (1 - 1e-5, 1 + 1e-5)]
+        looser += [replace(how, min_p=min(1.0, how.min_p * f)) for f in (1 - 1e-5, 1 + 1e-5)]
         near.append(tried | {choose_token(row, other, number) for other in looser})
     chosen = choose(scores, samplings, random)
     assert all(int(token) in allowed for token, allowed in zip(chosen, near, strict=True))
@@ -321,10 +339,11 @@ def test_scores_that_are_no_numbers_choose_a_token():
     model = Model(SHAPE, "q4_0", False, False)
     with current(0):
         step = model.decoder.step(2, 2, PAGES, 2)
+        step.use(Batch(2, 2, scored=2))
         scores = np.full((2, 1000), np.nan, np.float32)
         scores[1, 7] = -5.0
-        copy_in(step.at("scores"), scores, 0)
+        copy_in(step.at("logits"), scores, 0)
         model.decoder.choose(0, step, 2)
         tokens = np.empty(2, np.int32)
-        copy_out(tokens, step.at("tokens"), 0)
+        copy_out(tokens, step.at("picked"), 0)
     assert tokens.tolist() == [0, 7]

@@ -68,7 +68,7 @@ class Run:
 
     def __call__(self, x: np.ndarray, hidden: np.ndarray | None = None) -> np.ndarray:
         """y of x, bits [rows, hidden]."""
-        batch = Batch(len(x), 1)
+        batch = Batch(len(x), len(x))
         with current(0):
             copy_in(self.step.at("x"), x, 0)
             if hidden is not None:
@@ -190,7 +190,7 @@ def test_graphs_follow_the_routing(rows):
     rng, run = np.random.default_rng(0), Run(model.part, 256, rows)
     inputs = [as_type(rng.standard_normal((rows, 256)), False)[0] for _ in range(3)]
     expected = [run(x) for x in inputs]
-    d, batch = driver(), Batch(rows, 1)
+    d, batch = driver(), Batch(rows, rows)
     with current(0):
         synchronize(run.stream.pointer)
         graph = captured(lambda stream: run.part.run(run.launcher, stream, run.step, batch), run.stream.pointer)

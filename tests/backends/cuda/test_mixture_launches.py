@@ -37,7 +37,7 @@ def fake(monkeypatch):
 
 def launched(fake, part, rows: int, hidden: int = 256) -> list[str]:
     before = len(fake.launches)
-    part.run(Launcher(hidden, 1e-5), 0, step_for(part.memory, rows, hidden), Batch(rows, 1))
+    part.run(Launcher(hidden, 1e-5), 0, step_for(part.memory, rows, hidden), Batch(rows, rows))
     return fake.launches[before:]
 
 
@@ -56,7 +56,7 @@ def test_only_the_first_product_behind_the_router_waits_for_the_table(fake):
         maker = Launcher(256, 1e-5)
         fake._kernels.clear()
         fake.forget()
-        part.run(maker, 0, step_for(part.memory, rows, 256), Batch(rows, 1))
+        part.run(maker, 0, step_for(part.memory, rows, 256), Batch(rows, rows))
         products = [macros for source, macros in fake._kernels if source == "gemm_small.cu"]
         assert [("FRESH" in macros) for macros in products] == expected
         assert "gate.cu" in [source for source, _ in fake._kernels]
@@ -77,7 +77,7 @@ def test_what_would_be_launched_is_heard(fake):
     part = RandomMixture(ROUTERS["softmax"]).part
     maker = Launcher(256, 1e-5)
     maker.heard, before = set(), len(fake.launches)
-    part.run(maker, 0, step_for(part.memory, 9, 256), Batch(9, 1))
+    part.run(maker, 0, step_for(part.memory, 9, 256), Batch(9, 9))
     assert len(fake.launches) == before
     assert {launch.source for launch in maker.heard} == {"router.cu", "gather.cu", "gemm_small.cu", "mix.cu"}
 

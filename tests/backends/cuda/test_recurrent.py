@@ -18,9 +18,9 @@ LIMIT = 2e-3  # outputs are float16
 FEW_BYTES = replace(ADA, shared_bytes=20000)  # too few for the chunkwise form
 
 
-def fed(sizes: Sizes, monkeypatch: pytest.MonkeyPatch, device=H200, count: int = 2) -> Sequences:
+def fed(sizes: Sizes, device=H200, count: int = 2) -> Sequences:
     part = Part(sizes)
-    return Sequences(part, OnFibers(part, monkeypatch, device), count)
+    return Sequences(part, OnFibers(part, device), count)
 
 
 @pytest.mark.parametrize(
@@ -30,16 +30,16 @@ def fed(sizes: Sizes, monkeypatch: pytest.MonkeyPatch, device=H200, count: int =
         for name, sizes in ({"tiny": TINY} | SMALL).items()
     ],
 )
-def test_decode_steps_are_exact(monkeypatch, sizes):
-    sequences = fed(sizes, monkeypatch)
+def test_decode_steps_are_exact(sizes):
+    sequences = fed(sizes)
     for _ in range(3):
         sequences.feed([1, 1], decode=True)
     assert max(sequences.errors) < LIMIT
     assert max(sequences.state_errors()) < 1e-5
 
 
-def test_a_chunk_and_a_row_are_exact(monkeypatch):
-    sequences = fed(TINY, monkeypatch, count=1)
+def test_a_chunk_and_a_row_are_exact():
+    sequences = fed(TINY, count=1)
     sequences.feed([65])
     assert "chunk_scan" in sequences.place.launcher.launches
     assert sequences.errors[0] < LIMIT
@@ -49,9 +49,9 @@ def test_a_chunk_and_a_row_are_exact(monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("device", [H200, FEW_BYTES], ids=["chunks", "tokens"])
 @pytest.mark.parametrize("name", SMALL)
-def test_prompts_in_pieces_are_exact(monkeypatch, name, device):
+def test_prompts_in_pieces_are_exact(name, device):
     """Pieces end anywhere; a checkpoint is behind a chunk's middle; then a decode step."""
-    sequences = fed(SMALL[name], monkeypatch, device)
+    sequences = fed(SMALL[name], device)
     save = sequences.place.state()
     sequences.feed([3, 1])
     sequences.feed([67, 2], {10: save.pointer})
@@ -64,8 +64,8 @@ def test_prompts_in_pieces_are_exact(monkeypatch, name, device):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", SMALL)
-def test_a_checkpoint_goes_on_with_the_same_bits(monkeypatch, name):
-    sequences = fed(SMALL[name], monkeypatch)
+def test_a_checkpoint_goes_on_with_the_same_bits(name):
+    sequences = fed(SMALL[name])
     place, save, x = sequences.place, sequences.place.state(), sequences.inputs(70)
     whole = place.state()
     made = place.run(x, [whole], [chunks_between(0, 70, {9: save.pointer})])
@@ -112,8 +112,8 @@ SIZES = {**SMALL, **LARGE, "state-256": Sizes("mamba", 1, 4, 256, 64, tiled=Fals
         for device in (H200, ADA)
     ],
 )
-def test_kernels_compile_without_spills(monkeypatch, name, device):
-    place = OnFibers(Part(replace(SIZES[name], hidden=64)), monkeypatch, device)
+def test_kernels_compile_without_spills(name, device):
+    place = OnFibers(Part(replace(SIZES[name], hidden=64)), device)
     place.launcher = Collected(device)
     x = np.zeros((5, 64), np.float16)
     for texts, rows in ((1, 5), (200, 200)):

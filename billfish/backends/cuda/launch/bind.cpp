@@ -1,5 +1,5 @@
 // `_cuda`: from Python to a launch without building objects. A NativeLaunch has all but stream and arguments, a NativeProduct all but
-// stream, x, bias and y.
+// stream, x, bias and y. A Program is a list of launches with their arguments, which are made together without the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -66,7 +66,10 @@ class Arguments {
     bytes_.resize(size / sizeof(TensorMap) + 1);
     for (size_t offset : offsets_) pointers_.push_back(at(offset));
   }
-  Arguments(const Arguments&) = delete;
+  Arguments(const Arguments& other) : layout_(other.layout_), offsets_(other.offsets_), bytes_(other.bytes_) {
+    for (size_t offset : offsets_) pointers_.push_back(at(offset));
+  }
+  Arguments& operator=(const Arguments&) = delete;
 
   void set(size_t i, nb::handle value) {
     switch (layout_.at(i)) {
@@ -91,6 +94,9 @@ class Arguments {
   std::vector<void*> pointers_;
 };
 
+class Program;
+thread_local Program* recording = nullptr;  // what this thread's launches become part of, instead of being made
+
 // A kernel on its grid.
 class NativeLaunch {
  public:
@@ -105,7 +111,8 @@ class NativeLaunch {
       a.value.cluster[0] = cluster, a.value.cluster[1] = a.value.cluster[2] = 1;
     }
   }
-  void operator()(uint64_t stream, Arguments& arguments) const {
+  void operator()(uint64_t stream, Arguments& arguments) const;
+  void make(uint64_t stream, Arguments& arguments) const {
     LaunchConfig config = config_;
     LaunchAttribute attributes[2] = {attributes_[0], attributes_[1]};
     config.stream = reinterpret_cast<void*>(stream), config.attributes = attributes;
@@ -117,13 +124,36 @@ class NativeLaunch {
     if (current && current != context_) driver().set_current(current);
     check(error, "launching a kernel");
   }
-  const std::string layout;
+  std::string layout;
 
  private:
   void *function_, *context_;
   LaunchConfig config_;
   LaunchAttribute attributes_[2] = {};
 };
+
+// Launches with their arguments, recorded once and made as often as one likes, on any stream.
+class Program {
+ public:
+  void begin() {
+    if (recording) throw std::logic_error("a program is being recorded");
+    recording = this;
+  }
+  void end() { recording = nullptr; }
+  void add(const NativeLaunch& launch, const Arguments& arguments) { launches_.emplace_back(launch, arguments); }
+  void run(uint64_t stream) {
+    for (auto& [launch, arguments] : launches_) launch.make(stream, arguments);
+  }
+  size_t size() const { return launches_.size(); }
+
+ private:
+  std::vector<std::pair<NativeLaunch, Arguments>> launches_;
+};
+
+void NativeLaunch::operator()(uint64_t stream, Arguments& arguments) const {
+  if (recording) recording->add(*this, arguments);
+  else make(stream, arguments);
+}
 
 // What x is made of, as Python counts it.
 enum Numbers { FLOAT16, BFLOAT16, BYTES };
@@ -185,6 +215,12 @@ NB_MODULE(_cuda, module) {
         arguments.set(values);
         launch(stream, arguments);
       });
+  nb::class_<Program>(module, "Program")
+      .def(nb::init<>())
+      .def("begin", &Program::begin)
+      .def("end", &Program::end)
+      .def("__len__", &Program::size)
+      .def("__call__", &Program::run, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<NativeProduct>(module, "NativeProduct")
       .def(nb::init<const NativeLaunch&, uint64_t, uint64_t, int, int, int, int, uint32_t, int, int>(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg(), nb::arg(), nb::arg(), nb::arg("first_place") = 0, nb::arg("places") = -1)

@@ -1,0 +1,455 @@
+"""Steps on a GPU: one pass over all layers, for the next tokens of some sequences and for prompts of others.
+
+What the host knows of a step is written into pinned memory and goes to the device in one copy. Tables of pages stay
+there, a row for each sequence; only pages that are new are sent. Nothing waits for the device: a sequence can be fed
+the token that the step before is still choosing.
+
+The number of rows is padded to one of a few sizes. The launches of a size are recorded once, as a program in native
+code. Where all sequences decode, they are a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.backends.cuda.decoder import DeviceDecoder, captured
+from billfish.backends.cuda.driver import (
+    Event,
+    Pinned,
+    Stream,
+    check,
+    copy_out,
+    driver,
+    launcher,
+    recorded,
+    synchronize,
+)
+from billfish.backends.cuda.recurrent import Chunk, chunk_inputs
+from billfish.backends.cuda.step_memory import CHOICE, Batch, StepMemory, input_layout, input_views
+from billfish.llm.cuda_kv_cache import CudaCache
+from billfish.llm.decoder_base import PENDING
+from billfish.llm.sampler import Sampler
+
+DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # of steps where all sequences decode
+LONG = 2048  # positions of a sequence from which on more CTAs share its keys,
+FEW_ENOUGH = 8  # where the sequences are so few that there are CTAs left
+COLDEST = 1e-30  # of temperatures: below it, all but the best token have no chance, and float32 no inverse
+SCORED = 64  # rows of logits that there is memory for, at least
+PROGRAMS_KEPT = 256
+
+
+class Fed(NamedTuple):
+    """Tokens of a sequence that go into one step."""
+
+    cache: CudaCache
+    tokens: list[int]
+    number: int  # of the passage they belong to
+    last: bool  # of the passage
+    ends: Sequence[int]  # positions behind messages that end in them
+
+
+def padded(count: int) -> int:
+    """The size of a step where so many sequences decode."""
+    return next((size for size in DECODE_SIZES if size >= count), count)
+
+
+def padded_rows(count: int) -> int:
+    """The rows of a step with prompts: at most an eighth more."""
+    step = 8 if count <= 64 else 16 if count <= 256 else 32 if count <= 512 else 64
+    return -(-count // step) * step
+
+
+class TableRow:
+    """A sequence's row in the tables of pages, and what the device has there. It is also the sequence's slot in
+    `chosen`."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.used = number, 0
+        self.owner: weakref.ref[CudaCache] | None = None
+        self.pages: dict[int, list[int]] = {}  # by table
+
+    def belongs_to(self, cache: CudaCache) -> bool:
+        return self.owner is not None and self.owner() is cache
+
+
+class Staging:
+    """Pinned memory that one step is sent from, and the end of its copies."""
+
+    def __init__(self, ordinal: int) -> None:
+        self._ordinal, self.sent = ordinal, Event(ordinal)
+        self._memory = Pinned(1 << 12, ordinal)
+
+    def take(self, nbytes: int) -> Pinned:
+        """Memory that no copy reads any more."""
+        self.sent.wait()
+        if self._memory.array.nbytes < nbytes:
+            self._memory = Pinned(2 * nbytes, self._ordinal)
+        return self._memory
+
+
+class Result:
+    """What a step chooses: tokens, in the order of its scored rows, and logits that were asked for."""
+
+    def __init__(self, count: int, ordinal: int) -> None:
+        self._tokens, self._done = Pinned(4 * count, ordinal), Event(ordinal)
+        self._logits: Pinned | None = None
+        self.numbers: dict[int, int] = {}  # of passages: the place of each in `tokens`
+        self.places: dict[int, int] = {}  # of passages that want logits: the place of each in these
+        self.count = count
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        return self._tokens.array.view(np.int32)
+
+    def logits(self, number: int, vocabulary: int) -> NDArray[np.float32]:
+        assert self._logits is not None
+        first = 4 * vocabulary * self.places[number]
+        return self._logits.array[first : first + 4 * vocabulary].view(np.float32)
+
+    def fetch(self, stream: Stream, step: StepMemory, rows: Mapping[int, int], vocabulary: int) -> None:
+        """Copy, when the step is done. rows: of passages that want logits, the scored row of each."""
+        size, d = 4 * vocabulary, driver()
+        if self.numbers:
+            source, nbytes = step.at("picked"), 4 * (1 + max(self.numbers.values()))
+            check(d.cuMemcpyDtoHAsync(self._tokens.pointer, source, nbytes, stream.pointer), "copying from the device")
+        if rows and (self._logits is None or self._logits.array.nbytes < size * len(rows)):
+            self._logits = Pinned(size * len(rows), stream.ordinal)
+        self.places = {number: i for i, number in enumerate(rows)}
+        for i, row in enumerate(rows.values()):
+            assert self._logits is not None
+            to, source = self._logits.pointer + size * i, step.at("logits") + size * row
+            check(d.cuMemcpyDtoHAsync(to, source, size, stream.pointer), "copying from the device")
+        self._done.record(stream.pointer)
+
+    def wait(self) -> None:
+        self._done.wait()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_done"):
+            with suppress(Exception):  # the driver may be gone
+                self._done.wait()  # a copy may be under way
+
+
+class CudaSteps:
+    """Launches steps on one stream. Methods are for whoever holds the decoder's lock; the device is current.
+
+    sequences: there is memory for steps of so many; it grows when it must.
+    """
+
+    memory: StepMemory
+    STAGINGS = 3  # a step that runs, one that waits behind it, and one that is being written
+
+    def __init__(
+        self, layers: DeviceDecoder, stream: Stream, scratch: CudaCache, *, chunk: int, most_rows: int, pages: int
+    ) -> None:
+        """scratch: what rows write to that fill up a step. most_rows: of a step. pages: of a sequence, at most."""
+        self._layers, self._stream, self._scratch = layers, stream, scratch
+        self._chunk, self.most_rows, self._pages = chunk, most_rows, pages
+        self.sequences = 0
+        self._stagings = [Staging(stream.ordinal) for _ in range(self.STAGINGS)]
+        self._results: list[Result] = []  # that nobody reads
+        self._programs: OrderedDict[Any, Any] = OrderedDict()
+        self._graphs: dict[Any, Any] = {}
+        self._count = 0
+
+    # ---- memory ---------------------------------------------------------------------------------------------------
+
+    def grow(self, sequences: int) -> StepMemory:
+        """Memory for steps of up to so many sequences."""
+        if sequences > self.sequences:
+            if self.sequences:
+                synchronize(self._stream.pointer)
+                self.destroy_graphs()
+                self._programs.clear()
+                del self.memory
+            self.sequences = padded(sequences)
+            scored, rows = max(SCORED, self.sequences * 3 // 2), min(self.most_rows, self._chunk + self.sequences)
+            # Rows of the last two steps stay: the next one may feed tokens that are chosen there.
+            numbers = 3 * self.sequences
+            self.memory = self._layers.step(rows, numbers + 1, self._pages, scored)
+            self._rows = [TableRow(i) for i in range(numbers)]
+            self._scratch_row = TableRow(numbers)
+            self._scratch_row.owner = weakref.ref(self._scratch)
+            self._scratch.row, self._results = self._scratch_row, []
+        return self.memory
+
+    def destroy_graphs(self) -> None:
+        for graph in self._graphs.values():
+            check(driver().cuGraphExecDestroy(graph), "a graph")
+        self._graphs.clear()
+
+    def _row_of(self, cache: CudaCache) -> TableRow:
+        """The row of a cache; that of another one which was used longest ago, if it has none."""
+        row: TableRow = cache.row
+        if not self.knows(cache):
+            row = min(self._rows, key=lambda row: row.used)
+            row.owner, row.pages = weakref.ref(cache), {}
+            cache.row = row
+        row.used = self._count
+        return row
+
+    def _at(self, number: int) -> TableRow | None:
+        if number == self._scratch_row.number:
+            return self._scratch_row
+        return self._rows[number] if number < len(self._rows) else None
+
+    def knows(self, cache: CudaCache) -> bool:
+        """Whether the token that was chosen last for a cache is on the device."""
+        return cache.row is not None and cache.row.belongs_to(cache) and self._at(cache.row.number) is cache.row
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        decoding: Sequence[Fed],
+        prompts: Sequence[Fed],
+        samplers: Mapping[int, Sampler],
+        activations: str = "exact",
+    ) -> Result:
+        """One step; it is under way when this returns. Each of `decoding` has one token. samplers: of passages whose
+        next token is asked for, by number. Of `prompts`, those end with this step."""
+        step = self.memory
+        self._count += 1
+        fed = (*decoding, *prompts)
+        for each in fed:
+            each.cache.expect(len(each.tokens))
+        chunks = self._prepare_states(fed)
+        batch = self._batch(decoding, prompts, samplers, chunks[len(decoding) :])
+        staging, views, changes = self._stage(batch, [each.cache for each in fed])
+        places = self._fill(views, batch, decoding, prompts, samplers)
+        for name, values in chunk_inputs(batch.decoding, chunks[len(decoding) :]).items() if chunks else ():
+            views[name][:] = values
+        self._send(staging, batch, changes)
+        self._issue(batch, activations)
+        for each, made in zip(decoding, chunks, strict=False):
+            if each.cache.states is not None:
+                each.cache.states.save(made)
+        result = self._results.pop() if self._results else Result(step.scored, self._stream.ordinal)
+        result.numbers = {number: place for number, place in places.items() if number in samplers}
+        on_host = {number: place for number, place in result.numbers.items() if samplers[number].needs_scores}
+        result.fetch(self._stream, step, on_host, self._layers.vocabulary)
+        return result
+
+    def give_back(self, result: Result) -> None:
+        """Nobody reads it any more."""
+        if result.count == self.memory.scored:
+            self._results.append(result)
+
+    def hidden(self, fed: Sequence[Fed], activations: str) -> NDArray[np.float32]:
+        """One step for passages of any length: hidden states [all rows], before the last norm."""
+        self._count += 1
+        for each in fed:
+            each.cache.expect(len(each.tokens))
+        chunks = self._prepare_states(fed)
+        batch = self._batch([], fed, {}, chunks)
+        staging, views, changes = self._stage(batch, [each.cache for each in fed])
+        self._fill(views, batch, [], fed, {})
+        for name, values in chunk_inputs(0, chunks).items() if chunks else ():
+            views[name][:] = values
+        self._send(staging, batch, changes)
+        self._issue(batch, activations)
+        rows = sum(len(each.tokens) for each in fed)
+        self._layers.finish(self._stream.pointer, self.memory, rows)  # adds the last product
+        hidden = np.empty((rows, self._layers.hidden), np.float32)
+        copy_out(hidden, self.memory.at("hidden"), self._stream.pointer)
+        return hidden
+
+    def _prepare_states(self, fed: Sequence[Fed]) -> list[list[Chunk]]:
+        """Bring recurrent states to where the tokens begin: the chunks of each sequence; none for other models."""
+        chunks = []
+        for cache, tokens, _, _, ends in fed:
+            if cache.states is not None:
+                chunks.append(cache.states.prepare(len(cache.tokens), len(tokens), ends))
+        return chunks
+
+    def _batch(
+        self,
+        decoding: Sequence[Fed],
+        prompts: Sequence[Fed],
+        samplers: Mapping[int, Sampler],
+        chunks: Sequence[Sequence[Chunk]],
+    ) -> Batch:
+        """What fits, of the sizes that there are programs for."""
+        decodes = min(padded(len(decoding)), self.memory.rows) if decoding else 0
+        long = len(decoding) <= FEW_ENOUGH and any(len(each.cache.tokens) >= LONG for each in decoding)
+        batch = Batch(decodes, decodes, scored=decodes, long=long and not self._layers.batch_invariant)
+        if not prompts:
+            return batch
+        rows = decodes + sum(len(each.tokens) for each in prompts)
+        size = self._layers.query_block
+        blocks = sum(-(-len(each.tokens) // size) for each in prompts)
+        scored = decodes + sum(each.number in samplers for each in prompts)
+        return replace(
+            batch,
+            rows=min(padded_rows(rows), self.memory.rows),
+            prompts=len(prompts) if chunks else 0,
+            blocks=-(-blocks // 8) * 8 if blocks <= 64 else -(-blocks // 32) * 32,
+            chunks=sum(map(len, chunks)),
+            scored=min(padded(scored), self.memory.scored) if scored else 0,
+        )
+
+    def _stage(
+        self, batch: Batch, caches: Sequence[CudaCache]
+    ) -> tuple[Staging, dict[str, NDArray[Any]], list[tuple[TableRow, int, int, list[int]]]]:
+        """Memory to send the step from, its parts, and pages that the device does not know: the row, the table, the
+        first of them, and all pages of the sequence."""
+        changes = list[tuple[TableRow, int, int, list[int]]]()
+        for cache in (*caches, self._scratch):
+            row = self._row_of(cache)
+            for table, each in enumerate(cache.lists):
+                known, pages = row.pages.get(table, []), each.pages[: self._pages]
+                if pages != known:
+                    first = next((i for i, (a, b) in enumerate(zip(pages, known, strict=False)) if a != b), len(known))
+                    changes.append((row, table, min(first, len(pages)), pages))
+        pages_bytes = sum(8 * (len(pages) - first) for *_, first, pages in changes)
+        staging = self._stagings[self._count % self.STAGINGS]
+        memory = staging.take(input_layout(batch)[1] + pages_bytes)
+        return staging, input_views(batch, memory.array), changes
+
+    def _fill(
+        self,
+        views: dict[str, NDArray[Any]],
+        batch: Batch,
+        decoding: Sequence[Fed],
+        prompts: Sequence[Fed],
+        samplers: Mapping[int, Sampler],
+    ) -> dict[int, int]:
+        """Write the inputs of a step: the scored row of each passage that has one. Rows without a token, up to the size
+        of the step, are tokens of the scratch sequence at position 0."""
+        scratch, count = self._scratch_row.number, len(decoding)
+        tokens, positions, sequences, blocks = (views[name] for name in ("tokens", "positions", "sequences", "blocks"))
+        tokens[:], positions[:], sequences[:] = 0, 0, scratch
+        numbers = [self._row_of(each.cache).number for each in decoding]
+        given = [each.tokens[0] for each in decoding]
+        tokens[:count] = [~row if token == PENDING else token for row, token in zip(numbers, given, strict=True)]
+        positions[:count] = [len(each.cache.tokens) for each in decoding]
+        sequences[:count] = numbers
+        blocks[:] = 0, 0, scratch, 0
+        decodes = blocks[: batch.decoding].T
+        decodes[0], decodes[1] = np.arange(batch.decoding), 1
+        decodes[2], decodes[3] = sequences[: batch.decoding], positions[: batch.decoding]
+        views["states"][:] = self._scratch.state
+        views["states"][:count] = [each.cache.state for each in decoding]
+        row, of_prompts, ends = batch.decoding, list[tuple[int, int, int, int]](), list[tuple[int, int]]()
+        size = self._layers.query_block
+        for i, (cache, part, number, *_) in enumerate(prompts):
+            first, end, sequence = len(cache.tokens), len(cache.tokens) + len(part), self._row_of(cache).number
+            tokens[row : row + len(part)] = part
+            positions[row : row + len(part)] = np.arange(first, end)
+            sequences[row : row + len(part)] = sequence
+            of_prompts += [(row + p - first, min(size, end - p), sequence, p) for p in range(first, end, size)]
+            if batch.prompts:
+                views["states"][batch.decoding + i] = cache.state
+            row += len(part)
+            if number in samplers:
+                ends.append((number, row - 1))
+        of_prompts.sort(key=lambda block: -block[3])  # those with the most keys start first
+        blocks[batch.decoding : batch.decoding + len(of_prompts)] = of_prompts or np.empty((0, 4))
+        return self._fill_choices(views, batch, decoding, ends, prompts, samplers)
+
+    def _fill_choices(
+        self,
+        views: dict[str, NDArray[Any]],
+        batch: Batch,
+        decoding: Sequence[Fed],
+        ends: Sequence[tuple[int, int]],
+        prompts: Sequence[Fed],
+        samplers: Mapping[int, Sampler],
+    ) -> dict[int, int]:
+        scored, how = views["scored"], views["choices"]
+        scored[:] = 0
+        scored[: batch.decoding] = np.arange(batch.decoding)
+        scored[batch.decoding : batch.decoding + len(ends)] = [row for _, row in ends]
+        how[:] = np.zeros((), CHOICE)
+        how["slot"] = self._scratch_row.number
+        places = {each.number: i for i, each in enumerate(decoding)}
+        places |= {number: batch.decoding + i for i, (number, _) in enumerate(ends)}
+        chosen = [each for each in (*decoding, *prompts) if each.number in samplers]
+        which = [places[each.number] for each in chosen]
+        how[which] = choices([samplers[each.number] for each in chosen])
+        how["slot"][which] = [self._row_of(each.cache).number for each in chosen]
+        return places
+
+    def _send(self, staging: Staging, batch: Batch, changes: Sequence[tuple[TableRow, int, int, list[int]]]) -> None:
+        """One copy of the inputs, and one for pages of a sequence that are new."""
+        step, copy, stream = self.memory, driver().cuMemcpyHtoDAsync, self._stream.pointer
+        nbytes = input_layout(batch)[1]
+        memory = staging.take(nbytes)
+        check(copy(step.at("inputs"), memory.pointer, nbytes, stream), "copying to the device")
+        for row, table, first, pages in changes:
+            row.pages.pop(table, None)  # if this is interrupted
+            new, to = pages[first:], step.pages(table, row.number) + 8 * first
+            memory.array[nbytes : nbytes + 8 * len(new)].view(np.uint64)[:] = new
+            if new:
+                check(copy(to, memory.pointer + nbytes, 8 * len(new), stream), "copying to the device")
+            nbytes += 8 * len(new)
+            row.pages[table] = list(pages)
+        staging.sent.record(stream)
+
+    # ---- programs and graphs ----------------------------------------------------------------------------------------
+
+    def _issue(self, batch: Batch, activations: str) -> None:
+        key = batch, activations, self._layers.batch_invariant
+        if batch.rows > batch.decoding:
+            self._program(key)(self._stream.pointer)
+        elif key in self._graphs:
+            check(driver().cuGraphLaunch(self._graphs[key], self._stream.pointer), "a graph")
+        else:
+            program = self._program(key)
+            program(self._stream.pointer)  # loads what it takes, which a capture does not allow
+            self._graphs[key] = captured(program, self._stream.pointer)
+            del self._programs[key]
+
+    def _program(self, key: tuple[Batch, str, bool]) -> Any:
+        """The launches of a step of such a size, recorded when it first comes."""
+        batch, activations, _ = key
+        program = self._programs.pop(key, None)
+        if program is None:
+            self._layers.prepare(self.memory, batch, activations=activations)
+            program = launcher().Program()
+            with recorded(program):
+                self._layers.run(self._stream.pointer, self.memory, batch, activations=activations)
+                if batch.scored:
+                    self._layers.choose(self._stream.pointer, self.memory, batch.scored)
+            while len(self._programs) >= PROGRAMS_KEPT:
+                self._programs.popitem(last=False)
+        self._programs[key] = program  # the last one
+        return program
+
+    def warm(self, sequences: int, activations: str) -> None:
+        """Make ready what steps of up to so many sequences take: graphs of all sizes, and the kernels of prompts."""
+        self.grow(sequences)
+        invariant = self._layers.batch_invariant
+        for size in [size for size in DECODE_SIZES if size <= self.sequences]:
+            for long in (False, True)[: 1 + (size <= FEW_ENOUGH and not invariant)]:
+                batch = Batch(size, size, scored=size, long=long)
+                if (batch, activations, invariant) not in self._graphs:
+                    self._count += 1
+                    staging, views, changes = self._stage(batch, [])
+                    self._fill(views, batch, [], [], {})
+                    self._send(staging, batch, changes)
+                    self._issue(batch, activations)
+        rows = self.memory.rows
+        for count in sorted({min(padded_rows(count), rows) for count in range(8, rows + 1, 8)}):
+            batch = Batch(count, 0, blocks=8, scored=1)
+            if not self._scratch.state:  # a model without recurrent layers
+                self._program((batch, activations, invariant))
+        synchronize(self._stream.pointer)
+
+
+def choices(samplers: Sequence[Sampler]) -> NDArray[Any]:
+    """How the next tokens are chosen, as the GPU takes it."""
+
+    def row(s: Sampler) -> tuple[float, float, float, int, int, int, float]:
+        temperature = s.how.temperature if s.how.temperature > COLDEST else 0.0
+        return temperature, s.how.top_p, s.how.min_p, min(s.how.top_k, 2**31 - 1), 0, 0, s.peek()
+
+    return np.array([row(sampler) for sampler in samplers], CHOICE)
