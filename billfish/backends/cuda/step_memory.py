@@ -130,7 +130,7 @@ class StepMemory:
         self._inputs: dict[str, int] = {}
         with current(ordinal):
             for part in self._parts.values():
-                check(driver().cuMemsetD8(part.pointer, 0, part.nbytes), "clearing")
+                check(driver().cuMemsetD8(part.pointer, 0, max(16, part.nbytes)), "clearing")
             synchronize(0)  # no other stream waits for this one
 
     def use(self, batch: Batch) -> None:
