@@ -32,7 +32,7 @@ from billfish.core.errors import BackendUnavailable, DataError, ModelError, bad_
 from billfish.core.typing import Activations
 from billfish.llm.cuda_blocks import BlockMaker
 from billfish.llm.cuda_kv_cache import CudaCache, SequencePool
-from billfish.llm.cuda_steps import SCORED, CudaSteps, Fed, Result, choices, padded
+from billfish.llm.cuda_steps import SCORED, CudaSteps, Fed, Result, Scratch, choices, padded
 from billfish.llm.cuda_weights import GpuWeights
 from billfish.llm.decoder_base import PENDING, Decoder, Passage, PendingStep
 from billfish.llm.kv_cache import Floats
@@ -152,12 +152,10 @@ class CudaDecoder(Decoder):
         )
         self._stream = Stream(self._ordinal)
         self._pool = SequencePool(maker.layout, self._stream, self._lock)
-        scratch = CudaCache(self.config, self._pool, 1)
-        scratch.expect(1)
         self._steps = CudaSteps(
             self._layers,
             self._stream,
-            scratch,
+            Scratch(maker.layout, self._ordinal),
             chunk=self.chunk,
             most_rows=CHUNK + TOGETHER if self._hopper else FEW_CHUNK,
             pages=-(-self.config.context // PAGE),

@@ -15,18 +15,20 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cuda.decoder import DeviceDecoder, captured
 from billfish.backends.cuda.driver import (
+    Buffer,
     Event,
     Pinned,
     Stream,
     check,
     copy_out,
+    current,
     driver,
     launcher,
     recorded,
@@ -34,6 +36,7 @@ from billfish.backends.cuda.driver import (
 )
 from billfish.backends.cuda.recurrent import Chunk, chunk_inputs
 from billfish.backends.cuda.step_memory import CHOICE, Batch, StepMemory, input_layout, input_views
+from billfish.llm.cuda_blocks import SequenceLayout
 from billfish.llm.cuda_kv_cache import CudaCache
 from billfish.llm.decoder_base import PENDING
 from billfish.llm.sampler import Sampler
@@ -73,11 +76,30 @@ class TableRow:
 
     def __init__(self, number: int) -> None:
         self.number, self.used = number, 0
-        self.owner: weakref.ref[CudaCache] | None = None
+        self.owner: weakref.ref[CudaCache] | weakref.ref[Scratch] | None = None
         self.pages: dict[int, list[int]] = {}  # by table
 
-    def belongs_to(self, cache: CudaCache) -> bool:
+    def belongs_to(self, cache: CudaCache | Scratch) -> bool:
         return self.owner is not None and self.owner() is cache
+
+
+class ScratchPages(NamedTuple):
+    pages: list[int]
+
+
+class Scratch:
+    """What rows write to that fill up a step: a sequence of one page of each table, with recurrent states."""
+
+    def __init__(self, layout: SequenceLayout, ordinal: int) -> None:
+        self.row: Any = None
+        self._memory = [Buffer(table.page_bytes, ordinal) for table in layout.tables]
+        self._states = Buffer(layout.state_bytes, ordinal) if layout.state_bytes else None
+        self.lists: list[Any] = [ScratchPages([buffer.pointer]) for buffer in self._memory]
+        self.state = 0 if self._states is None else self._states.pointer
+        with current(ordinal):
+            for buffer in (*self._memory, *([] if self._states is None else [self._states])):
+                check(driver().cuMemsetD8(buffer.pointer, 0, max(16, buffer.nbytes)), "clearing")
+            synchronize(0)  # no other stream waits for this one
 
 
 class Staging:
@@ -148,9 +170,9 @@ class CudaSteps:
     STAGINGS = 3  # a step that runs, one that waits behind it, and one that is being written
 
     def __init__(
-        self, layers: DeviceDecoder, stream: Stream, scratch: CudaCache, *, chunk: int, most_rows: int, pages: int
+        self, layers: DeviceDecoder, stream: Stream, scratch: Scratch, *, chunk: int, most_rows: int, pages: int
     ) -> None:
-        """scratch: what rows write to that fill up a step. most_rows: of a step. pages: of a sequence, at most."""
+        """most_rows: of a step. pages: of a sequence, at most."""
         self._layers, self._stream, self._scratch = layers, stream, scratch
         self._chunk, self.most_rows, self._pages = chunk, most_rows, pages
         self.sequences = 0
@@ -186,12 +208,12 @@ class CudaSteps:
             check(driver().cuGraphExecDestroy(graph), "a graph")
         self._graphs.clear()
 
-    def _row_of(self, cache: CudaCache) -> TableRow:
+    def _row_of(self, cache: CudaCache | Scratch) -> TableRow:
         """The row of a cache; that of another one which was used longest ago, if it has none."""
         row: TableRow = cache.row
         if not self.knows(cache):
             row = min(self._rows, key=lambda row: row.used)
-            row.owner, row.pages = weakref.ref(cache), {}
+            row.owner, row.pages = weakref.ref(cast("CudaCache", cache)), {}
             cache.row = row
         row.used = self._count
         return row
@@ -201,7 +223,7 @@ class CudaSteps:
             return self._scratch_row
         return self._rows[number] if number < len(self._rows) else None
 
-    def knows(self, cache: CudaCache) -> bool:
+    def knows(self, cache: CudaCache | Scratch) -> bool:
         """Whether the token that was chosen last for a cache is on the device."""
         return cache.row is not None and cache.row.belongs_to(cache) and self._at(cache.row.number) is cache.row
 
@@ -297,7 +319,7 @@ class CudaSteps:
         )
 
     def _stage(
-        self, batch: Batch, caches: Sequence[CudaCache]
+        self, batch: Batch, caches: Sequence[CudaCache | Scratch]
     ) -> tuple[Staging, dict[str, NDArray[Any]], list[tuple[TableRow, int, int, list[int]]]]:
         """Memory to send the step from, its parts, and pages that the device does not know: the row, the table, the
         first of them, and all pages of the sequence."""
