@@ -11,7 +11,8 @@ Then come the embeddings of MiniLM, and the memory that calibration takes.
 A run takes long. The same command goes on where it was stopped: what benchmarks/results/quality.json has is not
 measured again. At the end, the pages with its tables are written anew (pages.py).
 
-Methods: rtn, mse; weighted, which is mse with the mean squares of the inputs; gptq; bits, which is weighted with a
+Methods: rtn, mse; weighted, which is mse with the mean squares of the inputs; gptq; sequential, which is gptq layer
+after layer; bits, which is weighted with a
 format for each matrix (`--bits 4.6`); ggml.
 """
 
@@ -38,12 +39,13 @@ from benchmarks import command, pages, records
 from benchmarks.checkpoint_memory import peak_bytes
 from benchmarks.peers.ggml import TYPES
 from benchmarks.sentence_embeddings import embeddings, mini_lm
+from billfish.checkpoints.write.selection import Quantization
 from billfish.core.format import parse_format
 from billfish.llm import default_model, load
 from billfish.llm.evaluation import Truth, evaluate
 from billfish.llm.model_files import open_source
 from billfish.quantizing.bit_plan import BitPlan
-from billfish.quantizing.calibrate_checkpoint import calibrate_checkpoint, default_text
+from billfish.quantizing.calibrate_checkpoint import Calibration, calibrate_checkpoint, default_text
 from billfish.quantizing.sensitivity import plan_bits
 from billfish.statistics import InputStatistics, Statistics
 
@@ -77,6 +79,18 @@ def statistics_of(folder: Path, text: str, tokens: int) -> Statistics:
     return calibrate_checkpoint(default_model(), made, text=file, hessian=True, tokens=tokens)
 
 
+def sequential_statistics(folder: Path, case: Case) -> Statistics:
+    """The same of a model that is quantized to the format of a case, layer after layer."""
+    file, made = folder / f"{case['calibration_text']}.txt", folder / "sequential.safetensors"
+    file.write_text(calibration_text(case["calibration_text"]))
+    calibration = Calibration.of(default_model(), file, True, case["calibration_tokens"], None)
+    how = Quantization(bf.get_format(case["format"]), case["group_size"], "gptq")
+    sequential = calibration.sequential(how, requantize=True)
+    assert sequential is not None
+    sequential.write(made, progress=True, overwrite=True)
+    return Statistics.load(made)
+
+
 def named(format: str) -> Case:
     """FORMAT or FORMAT:GROUP."""
     found, size = parse_format(format, "--formats")
@@ -90,6 +104,8 @@ def cases(formats: list[str], methods: list[str]) -> Iterator[Case]:
         for method in methods:
             if method in ("rtn", "mse"):
                 yield about | {"method": method, "calibration_text": "", "calibration_tokens": 0}
+            elif method == "sequential":
+                yield about | {"method": method, "calibration_text": "mixed", "calibration_tokens": MANY}
             elif method in ("weighted", "gptq") or (method == "ggml" and name in ("q4_0", "iq4_nl")):
                 yield about | {"method": method, "calibration_text": "mixed", "calibration_tokens": MANY}
                 if method != "ggml":
@@ -128,7 +144,7 @@ def _known(method: str, name: str, known: InputStatistics | None) -> dict[str, A
         return {"method": method}
     if method == "weighted":
         return {"method": "mse", "importance": known.importance()}
-    return {"method": method, "hessian": known.hessian(name)}
+    return {"method": "gptq", "hessian": known.hessian(name), "cross": known.mean_cross(name)}
 
 
 def by_ggml(folder: Path, w: Any, format: str, importance: Any) -> bf.QuantizedTensor:
@@ -168,7 +184,8 @@ def measure(missing: list[Case], folder: Path, flags: argparse.Namespace) -> Ite
     if not missing:
         return
     started = time.perf_counter()
-    texts = {(case["calibration_text"], case["calibration_tokens"]) for case in missing if case["calibration_text"]}
+    shared = [case for case in missing if case["calibration_text"] and case["method"] != "sequential"]
+    texts = {(case["calibration_text"], case["calibration_tokens"]) for case in shared}
     statistics = {text: statistics_of(folder, *text) for text in sorted(texts)}
     print(f"statistics: {time.perf_counter() - started:.0f} s", flush=True)
     original = load(device=flags.device)
@@ -181,6 +198,8 @@ def measure(missing: list[Case], folder: Path, flags: argparse.Namespace) -> Ite
 def measured(case: Case, known: Statistics | None, truth: Truth, folder: Path, flags: argparse.Namespace) -> Case:
     """The record of a case."""
     plan, started = None, time.perf_counter()
+    if case["method"] == "sequential":
+        known = sequential_statistics(folder, case)
     if case["method"] == "bits":
         settings = {"statistics": known, "requantize": True, "device": flags.device}
         plan = plan_bits(default_model(), BITS, kept=folder / "damage.json", **settings)
@@ -259,7 +278,7 @@ def main() -> None:
     parser.set_defaults(json=RESULTS)
     parser.option("--tokens", "tokens of news", 20480, command.positive, "N")
     parser.listed("--formats", "formats", "q4_0,fp4:32,u4b8:128,u4:128,nvfp4,mxfp4,iq4_nl")
-    parser.listed("--methods", "methods", "rtn,mse,weighted,gptq,bits")
+    parser.listed("--methods", "methods", "rtn,mse,weighted,gptq,sequential,bits")
     parser.option("--device", "cpu, cuda or cuda:N; auto is a GPU if there is one", "auto", str, "D")
     parser.add_argument("--folder", type=Path, help="folder that keeps statistics, 1.2 GB (default: none)")
     parser.add_argument("--ggml", type=Path, metavar="FOLDER", help="folder with libggml-base.so: its quantizer, too")

@@ -195,9 +195,13 @@ def language(results: Results) -> str:
         for text in ("mixed", "documentation")
         for method in ("weighted", "gptq")
     ]
-    columns = [{"method": "rtn"}, {"method": "mse"}, *calibrated]
+    columns: list[Results] = [{"method": "rtn"}, {"method": "mse"}, *calibrated]
     head = ["format, group size", "bits per weight", "`rtn`", "`mse`"]
     head += ["weighted, mixed", "`gptq`, mixed", "weighted, documentation", "`gptq`, documentation"]
+    sequential = {"method": "sequential", "calibration_text": "mixed", "calibration_tokens": 32768}
+    if any(sequential.items() <= record.items() for record in results["records"]):
+        columns.insert(4, sequential)
+        head.insert(6, "`gptq --sequential`, mixed")
     return table([head, *by_format(results["records"], columns, "divergence", 3)])
 
 

@@ -65,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the model on a text file first, and weight the quantization error by its activations; without "
         "FILE, on a built-in text (default: off)",
     )
+    parser.add_argument(
+        "--sequential",
+        action="store_true",
+        help="with --method gptq: quantize layer after layer, each with the inputs that it gets from the quantized "
+        "layers before, so that it makes up for their errors (default: off)",
+    )
     known.add_argument(
         "--imatrix",
         metavar="FILE",
@@ -143,8 +149,12 @@ def run(arguments: argparse.Namespace) -> None:
         for name, value in (("formats", arguments.formats), ("plan", arguments.plan)):
             if value is not None:
                 raise FormatError(f"quantize: --{name} needs --bits, not --format.")
-        print(quantize_checkpoint(source, out, arguments.format, keep=rules, **options))
+        print(
+            quantize_checkpoint(source, out, arguments.format, keep=rules, sequential=arguments.sequential, **options)
+        )
         return
+    if arguments.sequential:
+        raise FormatError("quantize: --sequential needs --format, not --bits.")
     print(quantize_to_bits(source, out, arguments.bits, arguments.formats, arguments.plan, rules, **options))
 
 

@@ -47,6 +47,7 @@ SLICE_ROWS = 10 * PATCH  # at most: so many that NumPy's overhead for each colum
 # itself. Which inputs are large is much the same in all texts; which go together is less so, and counts for less.
 DAMPING, DOUBT = 0.1, 0.5
 SWEEPS = 2
+STEP = 1.0  # how much of the way to the weights that make up for the layers before
 
 
 class Carry(NamedTuple):
@@ -67,15 +68,19 @@ def quantize_gptq(
     hessian: NDArray[Any],
     importance: NDArray[Any] | None,
     options: dict[str, str],
+    cross: NDArray[Any] | None = None,
 ) -> Planes:
     """Quantize W [N, K] with a Hessian [K, K] to planes. A row that gets worse by it keeps the codes of the search.
 
     importance: [K], for the scales; None takes the Hessian's diagonal.
+    cross: X^T Y [K, K] of the Hessian's inputs X and the inputs Y that W is meant for: see :func:`retargeted`.
     """
     if importance is None:
         importance = np.diagonal(hessian)
-    searched = format.quantize(w, group_size, "mse", importance, **options)
     carry = carry_of(call, hessian)
+    if cross is not None:
+        w = retargeted(w, hessian, cross, carry)
+    searched = format.quantize(w, group_size, "mse", importance, **options)
     n, k = w.shape
     slices = -(-n // SLICE_ROWS)
 
@@ -108,6 +113,25 @@ def carry_of(call: str, hessian: NDArray[Any]) -> Carry:
     g /= np.diagonal(g).copy()[:, None]
     g[np.arange(padded), np.arange(padded)] = 0
     return Carry(order, damped, g, damping)
+
+
+def retargeted(w: NDArray[np.float32], hessian: NDArray[Any], cross: NDArray[Any], carry: Carry) -> NDArray[np.float32]:
+    """Weights V [N, K] with which inputs X give nearly what W gives with inputs Y: the float model's in their place.
+
+    The least |Y W^T - X V^T|^2 has V^T = (X^T X)^-1 X^T Y W^T, or W^T and a step from there,
+
+        V^T = W^T + (H + D)^-1 (X^T Y - H) W^T
+
+    With the damping D of GPTQ, the step is small in directions that the text hardly shows. It is the least of
+    |Y W^T - X V^T|^2 and V's distance from W, weighted by D. Least squares find codes for V with the same H afterwards.
+    """
+    k, order = len(carry.order), carry.order
+    damped = carry.damped[:k, :k]
+    drift = (cross.astype(np.float64) - hessian)[np.ix_(order, order)]
+    step = np.linalg.solve(damped, drift @ w.T[order].astype(np.float64))
+    target = np.empty_like(w)
+    target[:, order] = w[:, order] + STEP * step.T
+    return target
 
 
 def _factorize(a: Doubles) -> None:

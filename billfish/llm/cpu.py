@@ -45,6 +45,7 @@ from billfish.models.description import (
     ShortConvolution,
     Stack,
     Vector,
+    tensors_in,
 )
 from billfish.ops.matmul import dequantize
 
@@ -98,7 +99,20 @@ class CpuDecoder(Decoder):
             tensors.source.tensors.release()
         weights = [*packed.values(), *stacks.values()]
         self.nbytes = sum(each.nbytes for each in (*self._tables, *weights))
+        self._packed, self._stacks = packed, stacks
         self._native = self._make_native(packed, stacks)
+        self._set_embedding()
+
+    def read_layer_again(self, layer: int) -> None:
+        """Its matrices, for a `convert` of :func:`billfish.llm.load` that has others by now."""
+        parts = [*tensors_in(self.config.blocks[layer])]
+        matrices = [part for part in parts if isinstance(part, Matrix)]
+        self._packed |= dict(zip(matrices, self._backend.pack_all(map(self._matrix, matrices)), strict=True))
+        for part in parts:
+            if isinstance(part, Stack):
+                self._stacks[part] = self._backend.pack_experts(self._stack(part))
+        self.tensors.source.tensors.release()
+        self._native = self._make_native(self._packed, self._stacks)
         self._set_embedding()
 
     def _make_native(

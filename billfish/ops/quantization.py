@@ -33,6 +33,7 @@ def quantize(
     method: Method = "mse",
     importance: AnyArray | None = None,
     hessian: AnyArray | None = None,
+    cross: AnyArray | None = None,
     **options: str,
 ) -> QuantizedTensor: ...
 @overload
@@ -44,6 +45,7 @@ def quantize(
     method: Method = "mse",
     importance: AnyArray | None = None,
     hessian: AnyArray | None = None,
+    cross: AnyArray | None = None,
     **options: str,
 ) -> QuantizedExperts: ...
 @overload
@@ -55,6 +57,7 @@ def quantize(
     method: Method = "mse",
     importance: AnyArray | None = None,
     hessian: AnyArray | None = None,
+    cross: AnyArray | None = None,
     **options: str,
 ) -> QuantizedTensor: ...
 
@@ -67,6 +70,7 @@ def quantize(
     method: Method = "mse",
     importance: AnyArray | None = None,
     hessian: AnyArray | None = None,
+    cross: AnyArray | None = None,
     **options: str,
 ) -> Any:
     """Quantize a weight matrix to a format.
@@ -84,6 +88,8 @@ def quantize(
     stack, also [E, K].
     hessian: [K, K], X^T X of the inputs X [tokens, K], times any factor. For "gptq" only, where its diagonal is the
     importance unless that is given. Of a stack, also [E, K, K].
+    cross: [K, K], X^T Y, where X are inputs of a model whose layers before are quantized, those of the hessian too, and
+    Y are the float model's in their place. "gptq" then makes up for the errors of these layers. Not of a stack.
     options: zero_point="integer" | "fractional" for u4.
 
     Returns a QuantizedTensor, or QuantizedExperts of a stack. A type checker knows the latter of a NumPy array whose
@@ -104,7 +110,10 @@ def quantize(
         expected = "a matrix [N, K], or a stack [E, N, K], with E > 0 and N > 0"
         raise ShapeError(bad_argument("quantize", "w.shape", weights.shape, expected))
     if weights.ndim == 2:
-        return quantize_matrix("quantize", "w", weights, format, group_size, method, options, importance, hessian)
+        given = (importance, hessian, cross)
+        return quantize_matrix("quantize", "w", weights, format, group_size, method, options, *given)
+    if cross is not None:
+        raise FormatError(failure("quantize", "cross= is for a matrix [N, K], and w is a stack", "Leave it out."))
     known = [_of_each(importance, 1, weights.shape[0]), _of_each(hessian, 2, weights.shape[0])]
     matrices = [
         quantize_matrix("quantize", f"w[{e}]", weights[e], format, group_size, method, options, *own)
@@ -133,11 +142,12 @@ def quantize_matrix(
     options: dict[str, str],
     importance: Any = None,
     hessian: Any = None,
+    cross: Any = None,
 ) -> QuantizedTensor:
     """The checks and the work of :func:`quantize`, for all the calls that quantize a matrix [N, K].
 
     w: a NumPy array, or a DeviceArray. GPTQ runs in CPU memory, wherever w is.
-    importance, hessian: arrays of any library, or None.
+    importance, hessian, cross: arrays of any library, or None.
     """
     format = get_format(format, call)
     check_method(call, method)
@@ -152,9 +162,12 @@ def quantize_matrix(
             needed = f"hessian=, an array [{k}, {k}]: X^T X, where X [tokens, {k}] are inputs of this layer"
             raise FormatError(failure(call, f"method 'gptq' needs {needed}"))
         raise FormatError(failure(call, f"hessian= is for method 'gptq', and method is {method!r}", "Leave it out."))
+    if cross is not None and hessian is None:
+        raise FormatError(failure(call, "cross= is for method 'gptq', beside hessian=", "Leave it out."))
     if hessian is not None:
         w = w.numpy() if isinstance(w, DeviceArray) else w
-        planes = quantize_gptq(call, format, w, group_size, _hessian(call, hessian, k), weights, options)
+        beside = None if cross is None else _statistics(call, "cross", cross, (k, k))
+        planes = quantize_gptq(call, format, w, group_size, _hessian(call, hessian, k), weights, options, beside)
     else:
         planes = format.quantize(w, group_size, method, weights, **options)
     for name, plane in planes.items():

@@ -3,6 +3,9 @@
 All windows of the text pass one layer, then the next, so the sums of one layer are in memory at a time, whatever X^T X
 of all of them takes. Between layers, hidden states [tokens, hidden] are in files beside the output. A layer that is
 done is written, so a run that was killed goes on with the layer that it was at, to the same bits.
+
+For sequential GPTQ, two models go side by side: the float one, and one whose layers are quantized as soon as their
+sums are there. The sums are of the second model's inputs, and of their products with the first one's.
 """
 
 from __future__ import annotations
@@ -12,11 +15,12 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,16 +28,23 @@ from numpy.typing import NDArray
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
 from billfish.checkpoints.write.resumable_writer import Identity, Output, identity, is_current, partial_path, write
+from billfish.checkpoints.write.selection import Quantization
+from billfish.core.arrays import FLOATS
 from billfish.core.errors import BillfishError, DataError, bad_argument, failure
 from billfish.core.files import path_of, read_text, replacing
+from billfish.core.format import Format
 from billfish.core.progress import Progress
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.tensor import QuantizedTensor
 from billfish.core.version import __version__
 from billfish.llm.cpu import CpuDecoder, Observe, inputs_of
 from billfish.llm.model import load
 from billfish.llm.model_files import open_source
-from billfish.llm.model_weights import ModelTensors
+from billfish.llm.model_weights import ExpertTensor, ModelTensors, Tensor
 from billfish.models import describe
-from billfish.models.description import Matrix, Stack
+from billfish.models.description import Attention, Matrix, Stack
+from billfish.ops.matmul import dequantize
+from billfish.ops.quantization import quantize
 from billfish.statistics.inputs import CALL, InputStatistics, Sums
 from billfish.statistics.statistics import Statistics
 from billfish.statistics.statistics_file import About, Inputs, Part, check_suffix, output_file
@@ -42,6 +53,7 @@ TOKENS, WINDOW = 32768, 512
 DEFAULT_NAME = "the text that billfish carries"
 WRITABLE = (".safetensors", ".gguf")  # not .dat, which has no place for a layer after the other
 HEAD_INPUT = 0  # the one that the head has
+QUANTIZED = "quantized-"  # before a layer, the file of what enters it in the quantized model
 EMBEDDING_INPUT = -1  # of the first layer: rows of the embedding, which a model with embeddings per layer multiplies
 
 
@@ -56,6 +68,23 @@ class Calibration:
     window: int
     hessian: bool
     sources: Identity
+    formats: Mapping[str, tuple[Format, int]] | None = None  # of the matrices that are quantized layer by layer
+
+    def sequential(self, quantization: Quantization, requantize: bool) -> Calibration | None:
+        """The same beside a model that is quantized layer by layer; None for models that cannot be run so: an encoder,
+        or one whose layers share keys and values."""
+        model, source = self.tensors.config, self.tensors.source
+        shared = any(isinstance(block.mixer, Attention) and block.mixer.shares is not None for block in model.blocks)
+        if shared or model.encoder or model.per_layer_embedding is not None:
+            return None
+        formats = dict[str, tuple[Format, int]]()
+        for name, shape in self.shapes.items():
+            about = source.tensors.describe(name)
+            choice = quantization.choice(name, source.name(name), shape)
+            if choice is None or (about.format is not None and not requantize) or shape[-1] % choice[0].block_size:
+                continue
+            formats[name] = choice[0], choice[0].check_group_size(CALL, choice[1], shape[-1])
+        return replace(self, formats=formats)
 
     @classmethod
     def of(
@@ -81,7 +110,9 @@ class Calibration:
     @property
     def run(self) -> str:
         """A digest of all that the statistics depend on."""
-        content = [__version__, self.sources, self.windows, self.hessian]
+        content: list[Any] = [__version__, self.sources, self.windows, self.hessian]
+        if self.formats is not None:
+            content.append({name: (format.name, size) for name, (format, size) in self.formats.items()})
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @functools.cached_property
@@ -103,7 +134,7 @@ class Calibration:
         """What these matrices multiply. A file may hold several as one."""
         *experts, _, k = parts[0].shape
         names = tuple(dict.fromkeys(f"{part.name}.weight" for part in parts))
-        return Inputs(names, (*experts, k), self.hessian)
+        return Inputs(names, (*experts, k), self.hessian, self.formats is not None and not experts)
 
     @property
     def layers(self) -> int:
@@ -135,21 +166,25 @@ class Layers:
 
     def __init__(self, calibration: Calibration, room: Path, bar: Progress) -> None:
         self._calibration, self._room, self._bar = calibration, room, bar
+        self._ready: dict[str, InputStatistics] = {}  # by which a layer is quantized
+        self._quantized = set[int]()  # layers that the decoder has no floats of
 
     @functools.cached_property
     def _decoder(self) -> CpuDecoder:
         """Read when the first layer is asked for: a file that is complete needs no model."""
-        decoder = load(self._calibration.path, device="cpu").decoder
+        decoder = load(self._calibration.path, device="cpu", convert=self._converted).decoder
         assert isinstance(decoder, CpuDecoder)
         return decoder
 
     def statistics(self, layer: int) -> list[InputStatistics]:
         """Of all inputs of a layer; behind the last layer, of the head's."""
-        inputs = self._calibration.inputs[layer]
-        sums = {number: Sums(known.shape, self._calibration.hessian) for number, known in inputs.items()}
+        inputs, sequential = self._calibration.inputs[layer], self._calibration.formats is not None
+        sums = {number: Sums(known.shape, self._calibration.hessian, known.cross) for number, known in inputs.items()}
         self._room.mkdir(exist_ok=True)
+        if sequential and layer and not all(map(self._has_states, (str(layer), f"{QUANTIZED}{layer}"))):
+            self.statistics(layer - 1)  # somebody has cleared up
         model, last = self._calibration.tensors.config, self._calibration.layers
-        needed = {str(layer), *(str(model.source(later)) for later in range(layer, last))}
+        needed = {str(layer), f"{QUANTIZED}{layer}", *(str(model.source(later)) for later in range(layer, last))}
         for path in self._room.iterdir():  # the layer before is written, so nobody goes back to what it began with
             if path.name not in needed:
                 path.unlink()
@@ -157,11 +192,69 @@ class Layers:
             for states in self._states(layer):
                 sums[EMBEDDING_INPUT].add(states)
         if layer == last:
-            for states in self._states(layer):
-                sums[HEAD_INPUT].add(self._decoder.normalize(states))
+            for truth, states in zip(self._states(layer), self._states(layer, sequential), strict=True):
+                rows = self._decoder.normalize(states)
+                sums[HEAD_INPUT].add(rows)
+                if sequential:
+                    sums[HEAD_INPUT].add_cross(rows, self._decoder.normalize(truth))
+        elif sequential:
+            self._pass_both(layer, sums)
         else:
             self._pass(layer, lambda _, number, expert, rows: sums[number].add(rows, None if expert < 0 else expert))
-        return [known.finish(inputs[number].names[0]) for number, known in sums.items()]
+        found = {number: known.finish(inputs[number].names[0]) for number, known in sums.items()}
+        if sequential and layer < last:
+            self._quantize(layer, found)
+        return list(found.values())
+
+    def _pass_both(self, layer: int, sums: Mapping[int, Sums]) -> None:
+        """All windows through a layer: the float model's, to the file of the next, and the quantized model's."""
+        decoder, windows = self._decoder, self._calibration.windows
+        if layer in self._quantized:
+            decoder.read_layer_again(layer)
+            self._quantized.remove(layer)
+        cache = decoder.cache(max(map(len, windows)))
+        both = zip(windows, self._states(layer), self._states(layer, True), strict=True)
+        with replacing(self._room / str(layer + 1)) as file:
+            for tokens, states, quantized in both:
+                truth, seen = Seen(), Seen()
+                decoder.run_layer(layer, tokens, states, None, cache, truth.add)
+                file.write(states.data)
+                decoder.run_layer(layer, tokens, quantized, None, cache, seen.add)
+                for (number, expert), parts in seen.rows.items():
+                    rows = np.concatenate(parts)
+                    sums[number].add(rows, None if expert < 0 else expert)
+                    if expert < 0:
+                        sums[number].add_cross(rows, np.concatenate(truth.rows[number, expert]))
+                self._bar.advance(len(states) / self._calibration.tokens, f"layer {layer}")
+
+    def _quantize(self, layer: int, found: Mapping[int, InputStatistics]) -> None:
+        """Quantize a layer, and run the quantized model's windows through it, to the file of the next."""
+        inputs = self._calibration.inputs[layer]
+        self._ready = {name: known for number, known in found.items() for name in inputs[number].names}
+        decoder, windows = self._decoder, self._calibration.windows
+        decoder.read_layer_again(layer)
+        self._ready, self._quantized = {}, self._quantized | {layer}
+        cache = decoder.cache(max(map(len, windows)))
+        with replacing(self._room / f"{QUANTIZED}{layer + 1}") as file:
+            for tokens, states in zip(windows, self._states(layer, True), strict=True):
+                decoder.run_layer(layer, tokens, states, None, cache, None)
+                file.write(states.data)
+
+    def _converted(self, name: str, tensor: Tensor | ExpertTensor) -> Tensor | ExpertTensor:
+        """A matrix of the layer that is quantized, as floats: other matrices as they are."""
+        known, formats = self._ready.get(name), self._calibration.formats or {}
+        if known is None or name not in formats:
+            return tensor
+        w: Any = floats_of(tensor)
+        if w.dtype.name not in FLOATS:
+            return tensor
+        format, group_size = formats[name]
+        further: dict[str, Any] = {
+            "importance": known.importance(),
+            "hessian": known.hessian(name),
+            "cross": known.mean_cross(name),
+        }
+        return floats_of(quantize(w, format, group_size=group_size, method="gptq", **further))
 
     def _pass(self, layer: int, observe: Observe | None) -> None:
         """All windows through a layer, to the file of the next."""
@@ -174,19 +267,42 @@ class Layers:
                 file.write(states.data)
                 self._bar.advance(len(states) / self._calibration.tokens, f"layer {layer}")
 
-    def _states(self, layer: int) -> Iterator[NDArray[np.float32]]:
-        """What enters a layer, window by window: [tokens, hidden] each, to be overwritten."""
+    def _has_states(self, name: str) -> bool:
+        path, hidden = self._room / name, self._calibration.tensors.config.hidden
+        return path.is_file() and path.stat().st_size == 4 * hidden * self._calibration.tokens
+
+    def _states(self, layer: int, quantized: bool = False) -> Iterator[NDArray[np.float32]]:
+        """What enters a layer of the float or the quantized model, window by window: [tokens, hidden] each, to be
+        overwritten."""
         windows, hidden = self._calibration.windows, self._calibration.tensors.config.hidden
         if layer == 0:
             yield from map(self._decoder.embed, windows)
             return
-        path = self._room / str(layer)
-        if not path.is_file() or path.stat().st_size != 4 * hidden * self._calibration.tokens:
+        path = self._room / (f"{QUANTIZED}{layer}" if quantized else str(layer))
+        if not self._has_states(path.name):
             self._pass(layer - 1, None)  # somebody has cleared up
         with path.open("rb") as file:
             for window in windows:
                 content = bytearray(file.read(4 * hidden * len(window)))
                 yield np.frombuffer(content, np.float32).reshape(len(window), hidden)
+
+
+class Seen:
+    """Copies of the inputs of a layer, in the order in which it has computed them."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[int, int], list[NDArray[np.float32]]] = {}
+
+    def add(self, _: int, number: int, expert: int, rows: NDArray[np.float32]) -> None:
+        """See `Observe`."""
+        self.rows.setdefault((number, expert), []).append(np.array(rows))
+
+
+def floats_of(tensor: Tensor | ExpertTensor) -> NDArray[Any]:
+    """A matrix [N, K], or those of experts [E, N, K]: quantized ones decoded."""
+    if isinstance(tensor, QuantizedExperts):
+        return np.stack([dequantize(matrix) for matrix in tensor])
+    return dequantize(tensor) if isinstance(tensor, QuantizedTensor) else tensor
 
 
 def calibrate_checkpoint(
@@ -227,12 +343,19 @@ def calibrate_checkpoint(
 
 @contextlib.contextmanager
 def calibrated(
-    checkpoint: Checkpoint, out: Path, text: bool | str | os.PathLike[str], hessian: bool, progress: bool
+    checkpoint: Checkpoint,
+    out: Path,
+    text: bool | str | os.PathLike[str],
+    hessian: bool,
+    progress: bool,
+    sequential: tuple[Quantization, bool] | None = None,
 ) -> Iterator[Statistics]:
     """Statistics of the model of a checkpoint, in a file beside `out`. They stay there while the output may be
     continued: after Ctrl-C, or an error of the system.
 
     text: a file, or a bool for the text that the package carries.
+    sequential: how weights are quantized, and whether quantized ones are: layer by layer, with what comes before
+    quantized.
     """
     if not checkpoint.files:
         raise DataError(
@@ -241,6 +364,8 @@ def calibrated(
             )
         )
     calibration = Calibration.of(checkpoint.path, None if isinstance(text, bool) else text, hessian, TOKENS, None)
+    if sequential is not None:
+        calibration = calibration.sequential(*sequential) or calibration
     path = Path(f"{os.path.abspath(out)}.partial-statistics.safetensors")  # a name that nobody else has
     if not path.exists() or Statistics.load(path).run != calibration.run:
         path.unlink(missing_ok=True)

@@ -46,6 +46,7 @@ def quantize_checkpoint(
     raw_names: bool = False,
     statistics: Statistics | str | os.PathLike[str] | None = None,
     calibrate: bool | str | os.PathLike[str] = False,
+    sequential: bool = False,
     overwrite: bool = False,
     progress: bool | OnProgress = True,
 ) -> ConversionReport:
@@ -69,6 +70,9 @@ def quantize_checkpoint(
     calibrate: a text to run through the model for such statistics, or True for one that the package carries; see
     :func:`billfish.calibrate_checkpoint`. "gptq" needs X^T X: of statistics that have it, or it is calibrated with
     that text.
+    sequential: whether "gptq" quantizes layer after layer, each with the inputs that it gets from those before, and
+    makes up for their errors. It calibrates with a text. Models whose layers share keys and values, and encoders, are
+    calibrated as without.
 
     Returns a ConversionReport. Raises CheckpointError for what cannot be read or written, and DataError if nothing
     would be quantized.
@@ -83,9 +87,14 @@ def quantize_checkpoint(
         raise DataError(failure(CALL, "calibrate= and statistics= exclude each other", "Pass one of them."))
     settings = _settings(dst, format, group_size, method, keep or {}, {}, only, to, requantize, raw_names, overwrite)
     checkpoint, out = opened(src), Path(dst)
+    if sequential and (method != "gptq" or statistics is not None):
+        problem = f"sequential=True needs method='gptq' without statistics=; method is {method!r}"
+        raise DataError(failure(CALL, problem, "Pass a text with calibrate=."))
     if statistics is None and (calibrate or method == "gptq"):
         check_export(CALL, checkpoint, out, settings)
-    with _statistics(checkpoint, out, statistics, calibrate, method, progress is True) as known:
+    assert settings.quantization is not None
+    how = (settings.quantization, requantize) if sequential else None
+    with _statistics(checkpoint, out, statistics, calibrate, method, progress is True, how) as known:
         return export(CALL, checkpoint, out, _with_statistics(settings, known), progress)
 
 
@@ -218,12 +227,13 @@ def _statistics(
     calibrate: bool | str | os.PathLike[str],
     method: str,
     progress: bool,
+    sequential: tuple[Quantization, bool] | None = None,
 ) -> Iterator[Statistics | None]:
     """Those of a file, those of a text, or none."""
     if statistics is not None:
         yield statistics if isinstance(statistics, Statistics) else Statistics.load(statistics)
     elif calibrate or method == "gptq":
-        with calibrated(checkpoint, out, calibrate, method == "gptq", progress) as computed:
+        with calibrated(checkpoint, out, calibrate, method == "gptq", progress, sequential) as computed:
             yield computed
     else:
         yield None

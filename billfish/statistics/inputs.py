@@ -31,6 +31,8 @@ class InputStatistics:
     squares: of x^2, float64 [K] or [E, K].
     counts: how many x there were, int64 [] or [E].
     outer: of x x^T, float32 [K, K] or [E, K, K]; None where it was not asked for.
+    cross: of x y^T, float32 [K, K], with the input y that the float model has where x is of a model whose layers before
+    are quantized; None where x is the float model's own.
 
         >>> from billfish.statistics import InputStatistics
         >>> InputStatistics(np.ones(32), np.array(10)).squares.shape
@@ -40,6 +42,7 @@ class InputStatistics:
     squares: NDArray[np.float64]
     counts: NDArray[np.int64]
     outer: NDArray[np.float32] | None = None
+    cross: NDArray[np.float32] | None = None
 
     def check(self, name: str, call: str = CALL) -> None:
         """Raises unless the sums are such as inputs have. `outer` is only looked at where it is used: it is large."""
@@ -47,6 +50,8 @@ class InputStatistics:
         shapes = [self.counts.shape == tuple(experts), len(experts) <= 1 and k > 0]
         if self.outer is not None:
             shapes.append(self.outer.shape == (*experts, k, k))
+        if self.cross is not None:
+            shapes.append(self.cross.shape == (k, k) and not experts and self.outer is not None)
         if not all(shapes):
             found = f"{self.squares.shape}, {self.counts.shape} and {getattr(self.outer, 'shape', None)}"
             fix = "Expected [K], [] and [K, K], or the same for E experts."
@@ -69,6 +74,15 @@ class InputStatistics:
         mean: NDArray[np.float32] = self._mean(self.outer, expert)
         if not np.isfinite(mean).all():
             raise refused(call, name, "its X^T X is not finite")
+        return mean
+
+    def mean_cross(self, name: str, call: str = CALL) -> NDArray[np.float32] | None:
+        """The mean of x y^T [K, K], or None. Raises unless it is finite."""
+        if self.cross is None:
+            return None
+        mean: NDArray[np.float32] = self._mean(self.cross, None)
+        if not np.isfinite(mean).all():
+            raise refused(call, name, "its cross matrix are not finite")
         return mean
 
     def _mean(self, sums: NDArray[Any], expert: int | None) -> NDArray[Any]:
@@ -105,7 +119,7 @@ def refused(call: str, name: str, problem: str, fix: str = "") -> DataError:
 class Sums:
     """What becomes InputStatistics of x [K], or of each expert's x."""
 
-    def __init__(self, shape: Sequence[int], outer: bool) -> None:
+    def __init__(self, shape: Sequence[int], outer: bool, cross: bool = False) -> None:
         """shape: [K], or [E, K] for E experts. Of experts that no rows come for, X^T X takes no memory."""
         backend = BACKENDS["cpu"]
         assert isinstance(backend, CpuBackend)
@@ -113,6 +127,7 @@ class Sums:
         self.counts = np.zeros(tuple(shape[:-1]), np.int64)
         self.squares = np.zeros(tuple(shape), np.float64)
         self.outer = np.zeros((*shape, shape[-1]), np.float32) if outer else None
+        self.cross = np.zeros((shape[-1], shape[-1]), np.float32) if cross else None
         self._waiting: dict[int | None, list[NDArray[np.float32]]] = {}  # for X^T X, fewer than ROWS of each expert
 
     def add(self, rows: NDArray[np.float32], expert: int | None = None) -> None:
@@ -126,6 +141,11 @@ class Sums:
             waiting.append(np.array(rows))
             if sum(map(len, waiting)) >= ROWS:
                 self._add_outer(expert)
+
+    def add_cross(self, rows: NDArray[np.float32], truth: NDArray[np.float32]) -> None:
+        """Inputs [rows, K] and what the float model has in their place."""
+        assert self.cross is not None
+        self.cross += rows.T @ truth
 
     def _add_outer(self, expert: int | None) -> None:
         assert self.outer is not None
@@ -142,7 +162,7 @@ class Sums:
             for count, outer in zip(self.counts.reshape(-1), self.outer.reshape(-1, k, k), strict=True):
                 if count:
                     _mirror(outer)
-        known = InputStatistics(self.squares, self.counts, self.outer)
+        known = InputStatistics(self.squares, self.counts, self.outer, self.cross)
         known.check(name)
         return known
 

@@ -106,7 +106,7 @@ class Statistics(Mapping[str, InputStatistics]):
         digest = hashlib.blake2b(repr((sorted(self._inputs), self.architecture)).encode(), digest_size=32)
         for name in sorted(self._inputs):
             known = self._inputs[name]
-            for array in (known.squares, known.counts, known.outer):
+            for array in (known.squares, known.counts, known.outer, known.cross):
                 digest.update(b"" if array is None else np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
@@ -171,12 +171,15 @@ class Statistics(Mapping[str, InputStatistics]):
         further: dict[str, Any] = {"importance": known.importance(expert)}
         if method == "gptq":
             further["hessian"] = known.hessian(name, call, expert)
+            cross = known.mean_cross(name, call)
+            if cross is not None:
+                further["cross"] = cross
             if self.file is not None:
                 self.file.release()  # the mean is a copy
         if columns is not None and self._own(name) != name:
             further = {what: np.take(array, columns, -1) for what, array in further.items()}
-            if "hessian" in further:
-                further["hessian"] = np.take(further["hessian"], columns, -2)
+            for what in further.keys() & {"hessian", "cross"}:
+                further[what] = np.take(further[what], columns, -2)
         return method, further
 
     def check_columns(self, call: str, name: str) -> None:

@@ -4,6 +4,7 @@ For each input, under the name of the first matrix that multiplies it:
 NAME.squares   F64 [K], or [E, K] for E experts: sums of x^2
 NAME.counts    I64 [], or [E]: how many x
 NAME.outer     F32 [K, K], or [E, K, K]: sums of x x^T, of inputs that have them (--hessian)
+NAME.cross     F32 [K, K]: sums of x y^T, of inputs of a model that is quantized layer by layer; see InputStatistics
 The header's metadata has `matrices`, JSON: for each matrix its shape and the name that its input is under; `digest`, of
 these names and shapes; `architecture`, `window`, `texts` and `run`.
 """
@@ -33,6 +34,7 @@ PARTS: dict[str, np.dtype[Any]] = {
     "squares": np.dtype(np.float64),
     "counts": np.dtype(np.int64),
     "outer": np.dtype(np.float32),
+    "cross": np.dtype(np.float32),
 }
 SUFFIXES = (".safetensors", ".gguf", ".dat")
 
@@ -43,6 +45,7 @@ class Inputs(NamedTuple):
     names: tuple[str, ...]
     shape: tuple[int, ...]  # of their squares: [K], or [E, K]
     outer: bool  # whether there is X^T X
+    cross: bool = False  # and products with the float model's inputs
 
 
 class Part(NamedTuple):
@@ -89,15 +92,17 @@ def output_file(name: str, parts: Sequence[Part], about: About) -> OutputFile:
 
 def _specs(inputs: Iterable[Inputs]) -> dict[str, Spec]:
     specs: dict[str, Spec] = {}
-    for names, shape, outer in inputs:
-        shapes = {"squares": shape, "counts": shape[:-1], "outer": (*shape, shape[-1])}
-        specs |= {f"{names[0]}.{p}": (t, shapes[p]) for p, t in PARTS.items() if outer or p != "outer"}
+    for names, shape, outer, cross in inputs:
+        square = (*shape, shape[-1])
+        shapes = {"squares": shape, "counts": shape[:-1], "outer": square, "cross": square}
+        absent = {part for part, there in (("outer", outer), ("cross", cross)) if not there}
+        specs |= {f"{names[0]}.{p}": (t, shapes[p]) for p, t in PARTS.items() if p not in absent}
     return specs
 
 
 def _piece(part: Part) -> Piece:
     def make() -> list[Array]:
-        arrays = [array for known in part.make() for array in (known.squares, known.counts, known.outer)]
+        arrays = [array for known in part.make() for array in (known.squares, known.counts, known.outer, known.cross)]
         return [array for array in arrays if array is not None]
 
     sizes = tuple(int(np.prod(shape)) * dtype.itemsize for dtype, shape in _specs(part.inputs).values())
@@ -107,7 +112,7 @@ def _piece(part: Part) -> Piece:
 def _gguf_specs(inputs: Iterable[Inputs]) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors in an imatrix file, which has the sums again for each matrix."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for names, shape, _ in inputs:
+    for names, shape, _, _ in inputs:
         for name in names:
             shapes |= imatrix.tensor_shapes(name, shape)
     return shapes
@@ -147,7 +152,8 @@ def check_suffix(path: Path, outer: bool, suffixes: Sequence[str] = SUFFIXES) ->
 
 
 def _part_of(known: InputStatistics, names: tuple[str, ...]) -> Part:
-    return Part(names[0], (Inputs(names, known.squares.shape, known.outer is not None),), lambda: [known])
+    inputs = Inputs(names, known.squares.shape, known.outer is not None, known.cross is not None)
+    return Part(names[0], (inputs,), lambda: [known])
 
 
 def _content(file: OutputFile) -> Iterable[bytes]:
@@ -223,12 +229,12 @@ def _input(path: Path, stored: dict[str, Stored], owner: str) -> InputStatistics
     arrays: dict[str, Array] = {}
     for part, dtype in PARTS.items():
         found = stored.get(f"{owner}.{part}")
-        if found is None and part == "outer":
+        if found is None and part in ("outer", "cross"):
             continue
         if found is None or found.dtype != dtype:
             problem = "no array" if found is None else f"an array of {found.kind}"
             raise DataError(failure(CALL, f"{path} has {problem} for {owner}.{part}", f"Expected {dtype.name}."))
         arrays[part] = found.array()
-    known = InputStatistics(arrays["squares"], arrays["counts"], arrays.get("outer"))
+    known = InputStatistics(arrays["squares"], arrays["counts"], arrays.get("outer"), arrays.get("cross"))
     known.check(owner)
     return known

@@ -1,0 +1,153 @@
+"""Sequential GPTQ: each layer sees what the quantized layers before it give, and makes up for their errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from common import assert_same_planes, gaussian
+from llm_models import Small, write_model
+
+import billfish as bf
+from billfish.checkpoints.write.selection import Quantization
+from billfish.cli.main import main
+from billfish.llm.cpu import CpuDecoder
+from billfish.quantizing.calibrate_checkpoint import Calibration
+from billfish.statistics import Statistics
+
+TEXT = "ab abba, what is this? A few words of a text; 12 numbers and more. " * 6
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    write_model(tmp_path / "model.gguf", Small(layers=4, quantization="F32"))
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "model.gguf"
+
+
+def inputs(tokens: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Correlated inputs, and the same with errors that depend on them."""
+    rng = np.random.default_rng(1)
+    y = rng.standard_normal((tokens, k)) @ (np.eye(k) + 0.3 * rng.standard_normal((k, k)) / k**0.5)
+    return y, 0.9 * y + 0.1 * np.roll(y, 1, axis=1) + 0.05 * rng.standard_normal((tokens, k))
+
+
+@pytest.mark.parametrize("name", ["q4_0", "u4b8", "nvfp4", "mxfp4", "iq4_nl", "q4_k"])
+def test_cross_products_make_up_for_other_inputs(name):
+    w, (y, x) = gaussian((24, 256)), inputs(2000, 256)
+    hessian, cross = x.T @ x, x.T @ y
+
+    def error(**further) -> float:
+        q = bf.quantize(w, name, method="gptq", hessian=hessian, **further)
+        return float(np.square(y @ w.T - x @ bf.dequantize(q).T).sum())
+
+    assert error(cross=cross) < 0.7 * error()
+
+
+def test_the_float_models_own_inputs_change_nothing():
+    w, (y, _) = gaussian((9, 128)), inputs(500, 128)
+    hessian = y.T @ y
+    found = bf.quantize(w, "q4_0", method="gptq", hessian=hessian, cross=hessian).planes
+    assert_same_planes(found, bf.quantize(w, "q4_0", method="gptq", hessian=hessian).planes)
+
+
+def test_wrong_cross_products():
+    w, hessian = gaussian((4, 64)), np.eye(64)
+    with pytest.raises(bf.FormatError, match="cross= is for method 'gptq'"):
+        bf.quantize(w, "q4_0", cross=hessian)
+    with pytest.raises(bf.ShapeError, match="cross"):
+        bf.quantize(w, "q4_0", method="gptq", hessian=hessian, cross=hessian[:8])
+    with pytest.raises(bf.DataError, match="finite"):
+        bf.quantize(w, "q4_0", method="gptq", hessian=hessian, cross=hessian * np.nan)
+    with pytest.raises(bf.FormatError, match="stack"):
+        bf.quantize(np.stack([w, w]), "q4_0", method="gptq", hessian=hessian, cross=hessian)
+
+
+def statistics_of(model: Path, formats: str = "q4_0", only: tuple[str, ...] = ()) -> Statistics:
+    import re
+
+    calibration = Calibration.of(model, model.parent / "text.txt", True, 200, 40)
+    how = Quantization(bf.get_format(formats), None, "gptq", only=tuple(map(re.compile, only)))
+    sequential = calibration.sequential(how, False)
+    assert sequential is not None
+    out = model.parent / f"sequential{len(only)}.safetensors"
+    sequential.write(out, False, overwrite=True)
+    return Statistics.load(out)
+
+
+def test_a_layer_sees_the_quantized_layers_before_it(model):
+    """Quantize layers 0 and 1 alone: layer 2 then has the inputs of that very model, and its cross products are with
+    those of the float model."""
+    found = statistics_of(model, only=(r"blk\.[01]\.",))
+    truth = bf.calibrate_checkpoint(
+        model, model.parent / "float.safetensors", text=model.parent / "text.txt", hessian=True, tokens=200, window=40
+    )
+    half = model.parent / "half.gguf"
+    settings = {"only": [r"blk\.[01]\."], "method": "gptq", "progress": False}
+    bf.quantize_checkpoint(model, half, "q4_0", statistics=found, **settings)
+    theirs = bf.calibrate_checkpoint(
+        half, model.parent / "half.safetensors", text=model.parent / "text.txt", hessian=True, tokens=200, window=40
+    )
+    for name in ("blk.2.attn_q.weight", "blk.3.ffn_down.weight", "output.weight"):
+        np.testing.assert_allclose(
+            found[name].outer, theirs[name].outer, rtol=1e-3, atol=1e-3 * theirs[name].outer.max()
+        )
+        difference = np.abs(found[name].outer - truth[name].outer).max()
+        assert difference > 10 * np.abs(found[name].outer - theirs[name].outer).max()
+    first = found["blk.0.attn_q.weight"]
+    np.testing.assert_allclose(first.cross, first.outer, rtol=1e-4, atol=1e-4 * first.outer.max())
+
+
+def test_an_interrupted_run_goes_on_to_the_same_bytes(model, monkeypatch):
+    text, whole, cut = model.parent / "text.txt", model.parent / "whole.gguf", model.parent / "cut.gguf"
+    settings = {"method": "gptq", "calibrate": text, "sequential": True, "progress": False}
+    bf.quantize_checkpoint(model, whole, "q4_0", **settings)
+    run_layer, left = CpuDecoder.run_layer, [0]
+
+    def stopping(self, layer, *arguments):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        run_layer(self, layer, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CpuDecoder, "run_layer", stopping)
+        for left[0] in (2, 9, 14, 20):
+            with pytest.raises(KeyboardInterrupt):
+                bf.quantize_checkpoint(model, cut, "q4_0", **settings)
+    bf.quantize_checkpoint(model, cut, "q4_0", **settings)
+    assert cut.read_bytes() == whole.read_bytes()
+    assert {path.name for path in model.parent.iterdir()} == {"model.gguf", "text.txt", "whole.gguf", "cut.gguf"}
+    bf.quantize_checkpoint(model, model.parent / "plain.gguf", "q4_0", **{**settings, "sequential": False})
+    assert (model.parent / "plain.gguf").read_bytes() != whole.read_bytes()
+
+
+def test_states_that_were_cleared_are_computed_again(model):
+    expected = statistics_of(model)
+    again = Calibration.of(model, model.parent / "text.txt", True, 200, 40)
+    from billfish.core.progress import Progress
+    from billfish.quantizing.calibrate_checkpoint import Layers
+
+    sequential = again.sequential(Quantization(bf.get_format("q4_0"), None, "gptq"), False)
+    assert sequential is not None
+    room = model.parent / "room"
+    with Progress(1, "layers", enabled=False) as bar:
+        known = Layers(sequential, room, bar).statistics(2)
+    np.testing.assert_array_equal(known[0].outer, expected["blk.2.attn_q.weight"].outer)
+    np.testing.assert_array_equal(known[0].cross, expected["blk.2.attn_q.weight"].cross)
+
+
+@pytest.mark.parametrize("arguments", [{"method": "mse"}, {"method": "gptq", "statistics": "known.safetensors"}])
+def test_sequential_needs_gptq_and_a_text(model, arguments):
+    with pytest.raises(bf.DataError, match="sequential"):
+        bf.quantize_checkpoint(model, model.parent / "out.gguf", "q4_0", sequential=True, **arguments)
+
+
+def test_command(model, capsys):
+    out, text = str(model.parent / "out.gguf"), str(model.parent / "text.txt")
+    command = ["quantize", str(model), out, "--format", "q4_0", "--method", "gptq", "--calibrate", text]
+    main([*command, "--sequential"])
+    assert "q4_0" in capsys.readouterr().out
+    assert main(["quantize", str(model), out, "--bits", "5", "--sequential"]) == 2
+    assert "--sequential needs --format" in capsys.readouterr().err
