@@ -82,7 +82,7 @@ class InputStatistics:
             return None
         mean: NDArray[np.float32] = self._mean(self.cross, None)
         if not np.isfinite(mean).all():
-            raise refused(call, name, "its cross matrix are not finite")
+            raise refused(call, name, "its cross matrix is not finite")
         return mean
 
     def _mean(self, sums: NDArray[Any], expert: int | None) -> NDArray[Any]:
