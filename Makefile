@@ -10,7 +10,7 @@ PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
 # The tests start hundreds of processes. Each would compile billfish again where bytecode may not be written.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo wheels test-wheels site test pytest check test-full docs-commands attack test-vllm test-clients sanitize sanitize-address sanitize-undefined lint format clean
+.PHONY: demo wheels test-wheels site test pytest check test-full docs-commands attack soak test-vllm test-clients sanitize sanitize-address sanitize-undefined lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run --temperature 0 -p "What is the capital of France?"
@@ -76,6 +76,12 @@ CASES := 100000
 
 attack: $(VENV)/test.stamp
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/support/attack/run.py --cases $(CASES) --processes --journal build/attack.jsonl --json build/attack.json
+
+# Requests to an engine whose memory ends all the time: tests/support/serving_soak.py. A part of it is in `make test`.
+REQUESTS := 100000
+
+soak: $(VENV)/test.stamp
+	$(BIN)/python -m tests.support.serving_soak --requests $(REQUESTS) --json build/soak.json
 
 # billfish in vLLM, in an environment of its own: vLLM pins other versions than the tests have. Of what it brings for pictures and
 # sounds nothing is used, and builds of that for another torch would stop its import.

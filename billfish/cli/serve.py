@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=8,
         metavar="N",
-        help="most requests that are decoded at the same time; each reserves --context tokens of KV cache (default: 8)",
+        help="most requests that are decoded at the same time (default: 8)",
     )
     parser.add_argument(
         "-c",
@@ -45,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="longest prompt and answer of a request together, in tokens (default: 4096, or the model's if shorter)",
+    )
+    parser.add_argument(
+        "--cache-tokens",
+        type=int,
+        metavar="N",
+        help="tokens that the KV caches of all streams hold together; where they end, the latest request waits "
+        "(default: --streams times --context; on a GPU, what fits)",
     )
     parser.add_argument(
         "--queue",
@@ -135,6 +142,7 @@ def run(arguments: argparse.Namespace) -> None:
             streams=arguments.streams,
             context=arguments.context,
             queue=arguments.queue,
+            cache_tokens=arguments.cache_tokens,
             activations=arguments.activations,
         )
         host = Host(engine)

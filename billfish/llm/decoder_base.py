@@ -47,6 +47,7 @@ class Decoder(ABC):
     exact: Activations | None  # the most exact ones: what other models are compared with
     cache_types: tuple[CacheType, ...]  # that keys and values can have
     cache_type: CacheType  # that those of the next cache have
+    captures = 0  # CUDA graphs that were captured
 
     def __init__(self, tensors: ModelTensors) -> None:
         self.tensors, self.config = tensors, tensors.config

@@ -9,16 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import serving_soak
+import serving_storm
 from cuda_fake_gpu import VOCABULARY, FakeGpu
 from llm_architectures import write_model as write_architecture
 from llm_models import Small, write_model
+from serving_http import serving
 from serving_support import alone, random_sampling, random_tokens, small_model, submit
 
 import billfish as bf
 from billfish.llm import cuda_kv_cache, load
 from billfish.llm.sampler import Sampling
 from billfish.serving.engine.engine import Engine
-from billfish.serving.engine.requests import Request
+from billfish.serving.engine.requests import BOUNDS, Request
 
 ENDLESS = Sampling(logit_bias={1: -100.0})
 
@@ -42,13 +45,13 @@ def test_preempted_requests_get_what_each_gets_alone(tmp_path, architecture):
     rng, most = random.Random(1), min(261, model.config.vocabulary)
     common = [rng.randrange(4, most) for _ in range(100)]
     requests = []
-    for _ in range(10):
-        own = [rng.randrange(4, most) for _ in range(rng.choice([1, 20, 90]))]
+    for _ in range(7):
+        own = [rng.randrange(4, most) for _ in range(rng.choice([1, 10, 20]))]
         sampling = random_sampling(rng)
         bias = {**sampling.logit_bias, **dict.fromkeys(model.tokenizer.ends, -100.0)}
         sampling = Sampling(**{**vars(sampling), "logit_bias": bias})
-        requests.append(Request(common[: rng.choice([0, 40, 100])] + own, rng.randrange(20, 80), sampling))
-    with Engine(model, streams=5, context=320, cache_tokens=448, activations="exact") as engine:
+        requests.append(Request(common[: rng.choice([0, 20, 40])] + own, rng.randrange(70, 120), sampling))
+    with Engine(model, streams=5, context=320, cache_tokens=320, activations="exact") as engine:
         answers = [submit(engine, request) for request in requests]
         vectors = engine.embed([request.prompt for request in requests[:3]])
         for answer in answers:
@@ -62,6 +65,14 @@ def test_preempted_requests_get_what_each_gets_alone(tmp_path, architecture):
         assert (answer.text, answer.ids, answer.finished) == alone(model, request, activations="exact")
     for request, vector in zip(requests, found, strict=False):
         np.testing.assert_array_equal(vector, model.pool(model.hidden(request.prompt)))
+
+
+def test_a_small_soak(tmp_path):
+    found, record = serving_soak.soak(small_model(tmp_path, hidden=32, context=256), 200)
+    assert found.wrong == []
+    assert record["preemptions"] > 0
+    assert record["queue_was_full"] > 0
+    assert set(record["ends"]) == {"stop", "length", "cancelled", "left", "vector"}
 
 
 def test_who_comes_first_is_not_preempted(tmp_path):
@@ -256,3 +267,25 @@ def test_memory_that_ends_in_the_middle_of_a_change_loses_no_page(gpu, tmp_path)
     caches.clear()
     gc.collect()
     assert (pool.used, pool.free) == (0, total)
+
+
+def test_metrics_tell_of_pages_and_times(tmp_path):
+    write_model(tmp_path / "m.gguf", Small(context=256))
+    with serving(tmp_path / "m.gguf", streams=4, context=256, cache_tokens=256) as server:
+        engine = server.engine
+        with engine._changed:
+            requests = [Request(random_tokens(random.Random(i), 60), 100, ENDLESS) for i in range(4)]
+            answers = [submit(engine, request) for request in requests]
+        for answer in answers:
+            answer.wait()
+        found = serving_storm.gauges(server.url)
+        counts = engine.counts()
+    assert found["billfish_preemptions_total"] == counts.preemptions > 0
+    assert found["billfish_prefill_tokens_total"] == counts.prefill_tokens > 4 * 60
+    assert found['billfish_first_token_time_seconds_bucket{le="+Inf"}'] == 4
+    assert found["billfish_between_tokens_time_seconds_count"] == 4 * 99
+    assert found["billfish_between_tokens_time_seconds_sum"] > 0
+    states = [found[f'billfish_cache_pages{{state="{state}"}}'] for state in ("used", "shared", "free")]
+    assert states == [counts.pages.used, 0, 4 - counts.pages.used]
+    times = [found[f'billfish_first_token_time_seconds_bucket{{le="{bound:g}"}}'] for bound in BOUNDS]
+    assert times == sorted(times)

@@ -116,7 +116,7 @@ class Engine:
         ticket = Ticket(len(request.prompt), self._wake)
         ends, cuts = self.model.tokenizer.ends, self._cuts
         bounds = {"context": self.context, "rows_again": self._rows_again, "adapter": adapter}
-        self._put(Answer(request, on_token, ticket, ends, matcher, cuts, **bounds))
+        self._put(Answer(request, on_token, ticket, ends, matcher, cuts, self._counts.times, **bounds))
         return ticket
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
@@ -153,8 +153,9 @@ class Engine:
         """What has been done, and what is."""
         with self._changed:
             running, waiting, finished = len(self._running), len(self._waiting), dict(self._counts.finished)
-            held = self._slots.bytes_held
-            return replace(self._counts, running=running, waiting=waiting, cache_bytes=held, finished=finished)
+            held, pages, captures = self._slots.bytes_held, self._slots.pages, self._decoder.captures
+            now = {"running": running, "waiting": waiting, "cache_bytes": held, "pages": pages, "captures": captures}
+            return replace(self._counts, finished=finished, **now)
 
     def close(self, *, finish: bool = True) -> None:
         """Take nothing more, and wait until nothing runs. finish: what runs or waits is answered, else cancelled."""
@@ -257,6 +258,7 @@ class Engine:
         self._start_waiting()
         jobs, parts = self._plan()
         reading = [job for job in parts if not job.decodes]
+        self._counts.prefill_tokens += sum(parts[job] for job in reading)
         submitted = self._submit_step({job: part for job, part in parts.items() if isinstance(job, Answer)})
         before, self._pending = self._pending, submitted
         self._take_tokens(before)  # while the device is busy with what was submitted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ from billfish.llm.model import Model
 from billfish.llm.sampler import RequestSampler, Scored, with_best
 from billfish.serving.engine.kv_slots import Cuts, Slot, cuts_for
 from billfish.serving.engine.prefix_index import block_hashes
-from billfish.serving.engine.requests import Chosen, Request, Ticket
+from billfish.serving.engine.requests import Chosen, Request, Ticket, Times
 
 OnToken = Callable[[Chosen], object]
 TOGETHER = 1024  # tokens of texts that an encoder reads at once
@@ -101,17 +102,19 @@ class Answer(Job):
         ends: Collection[int],
         matcher: Matcher | None,
         cuts: Cuts,
+        times: Times,
         *,
         context: int,
         rows_again: int,
         adapter: int,
     ) -> None:
-        """ends: tokens that end answers. rows_again: tokens of an answer that are fed at once, if it is read again.
-        adapter: its number in the decoder."""
+        """ends: tokens that end answers. times: where those of its tokens go. rows_again: tokens of an answer that are
+        fed at once, if it is read again. adapter: its number in the decoder."""
         super().__init__(list(request.prompt), cuts)
         self.text, self.adapter = list(self.prompt), adapter
         self.hashes = block_hashes(self.prompt, cuts.smallest, request.owner)
         self._rows_again = rows_again
+        self._times, self._last_time = times, time.perf_counter()
         self.ticket, self.tenant = ticket, request.owner
         self.sampler = RequestSampler(request.sampling, request.prompt, matcher, request.logprobs)
         self._on_token, self._ends = on_token, ends
@@ -149,6 +152,10 @@ class Answer(Job):
             self.end("failed", self.sampler.error)
             return
         self.text.append(token)
+        now = time.perf_counter()
+        histogram = self._times.between_tokens if self.ticket.completion_tokens else self._times.first_token
+        histogram.add(now - self._last_time)
+        self._last_time = now
         self.ticket.completion_tokens += 1
         ended = token in self._ends or self.sampler.complete
         self.finished = "stop" if ended else "length" if self.ticket.completion_tokens == self._most else ""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from billfish.core.errors import BillfishError, DataError, bad_argument
 from billfish.llm.detokenizer import check_text_settings
 from billfish.llm.grammar import CompiledGrammar
+from billfish.llm.kv_cache import PageCounts
 from billfish.llm.sampler import Sampling, Scored
 
 CALL = "serving.Request"
@@ -94,13 +97,44 @@ class Ticket:
         self._wake()
 
 
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
+
+
+class Histogram:
+    """How often a time was up to each of BOUNDS, or more, and their sum. One thread adds, any may read."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BOUNDS) + 1)
+        self.sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect_left(BOUNDS, seconds)] += 1
+        self.sum += seconds
+
+    def buckets(self) -> list[tuple[str, int]]:
+        """For each bound, the last of which is "+Inf", how many times were up to it."""
+        names = [*(f"{bound:g}" for bound in BOUNDS), "+Inf"]
+        return list(zip(names, accumulate(self._counts), strict=True))
+
+
+class Times(NamedTuple):
+    """Of all answers. first_token: from a request to its first token. between_tokens: from each token to the next."""
+
+    first_token: Histogram
+    between_tokens: Histogram
+
+
+NO_PAGES = PageCounts(0, 0, 0)
+
+
 @dataclass
 class EngineCounts:
     """What an engine has done since it began, and what it does now.
 
     cache_bytes: KV cache that is held, for answers that run and for prompts to come. cache_bytes_bound: what it never
     exceeds. preemptions: how often a request lost its memory to those before it, and went on later. finished: answers
-    by `REASONS`.
+    by `REASONS`. prefill_tokens: of prompts and answers, those that were read and not generated, again after a
+    preemption as well. pages: of the KV cache. captures: CUDA graphs that were captured.
     """
 
     running: int = 0
@@ -112,5 +146,9 @@ class EngineCounts:
     cache_bytes: int = 0
     cache_bytes_bound: int = 0
     refused: int = 0
+    prefill_tokens: int = 0
     preemptions: int = 0
+    pages: PageCounts = NO_PAGES
+    captures: int = 0
+    times: Times = field(default_factory=lambda: Times(Histogram(), Histogram()))
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))

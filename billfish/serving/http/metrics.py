@@ -21,14 +21,23 @@ ENGINE = {
     "generated_tokens": ("generated_tokens_total", "Tokens of answers."),
     "prompt_tokens": ("prompt_tokens_total", "Tokens of prompts, including cached ones."),
     "cached_tokens": ("cached_tokens_total", "Tokens of prompts that were not computed again."),
+    "prefill_tokens": ("prefill_tokens_total", "Tokens that were read, not generated: again after a preemption, too."),
+    "preemptions": ("preemptions_total", "How often a request lost its KV cache to earlier ones and went on later."),
+    "captures": ("graph_captures_total", "CUDA graphs that were captured."),
     "cache_bytes": (
         "cache_bytes",
         "Part of the KV cache that holds tokens: of running requests, and of earlier ones for reuse, in bytes.",
     ),
     "cache_bytes_bound": (
         "cache_bytes_bound",
-        "Size of the whole KV cache, which is allocated at the start, in bytes.",
+        "What the KV cache takes at most, in bytes.",
     ),
+}
+
+PAGES = "Pages of 64 positions of the KV cache. Shared ones are used by several requests or kept texts."
+TIMES = {
+    "first_token": "From a request's arrival in the queue to its first token, in the engine.",
+    "between_tokens": "From each token of an answer to the next, in the engine.",
 }
 
 
@@ -47,7 +56,12 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """For prometheus_client."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+            SummaryMetricFamily,
+        )
 
         counts = self._host.engine.counts()
         for field, (name, about) in ENGINE.items():
@@ -60,6 +74,13 @@ class Metrics:
             for reason, count in value.items():
                 finished.add_metric([reason], count)
             yield finished
+        pages = GaugeMetricFamily("billfish_cache_pages", PAGES, labels=["state"])
+        for state, count in counts.pages._asdict().items():
+            pages.add_metric([state], count)
+        yield pages
+        for field, about in TIMES.items():
+            times = getattr(counts.times, field)
+            yield HistogramMetricFamily(f"billfish_{field}_time_seconds", about, times.buckets(), times.sum)
         answers = CounterMetricFamily(
             "billfish_http_responses", "HTTP answers by path and status.", labels=["path", "status"]
         )
