@@ -198,9 +198,8 @@ marlin_attend(const u16* __restrict__ q, const int4* __restrict__ blocks, const 
   const int half = HALVES == 1 ? 0 : blockIdx.y % HALVES, kv_head = blockIdx.y / HALVES / CHUNKS, chunk = blockIdx.y / HALVES % CHUNKS;
   // What the host sent, `blocks` and `pages`, was there before the step's first kernel began.
   const int4 block = blocks[FEW ? blockIdx.z : blockIdx.x];
-  const int first_row = block.x, count = block.y, sequence = block.z, first_position = block.w;
+  const int first_row = FEW ? blockIdx.z : block.x, count = FEW ? 1 : block.y, sequence = block.z, first_position = block.w;
   const int part = FEW ? blockIdx.x : 0, parts = FEW ? gridDim.x : 1;
-  if (!FEW && count == 0) return;
   Tiles tiles;
   tiles.keys = shared_address(shared), tiles.values = tiles.keys + STAGES * TILE_BYTES, tiles.full = shared_address(barriers);
   tiles.pages = pages + (size_t)sequence * pages_of_sequence, tiles.offset = offset, tiles.kv_heads = kv_heads, tiles.head = kv_head;
