@@ -67,8 +67,8 @@ class ArraySpec(NamedTuple):
     def cut(self, array: Array, rows: slice | Array | None = None, columns: slice | None = None) -> Array:
         """W[rows, columns]: rows are a slice or indices, columns a slice whose ends are ends of steps. Of an array with
         axes before the spec's own, such as experts, the same of each."""
-        if self.n_axis is None or self.k_axis is None:
-            return array
+        if self.n_axis is None or self.k_axis is None or array.ndim < len(self.shape):
+            return array  # too few axes: whoever checks the storage says so
         before = array.ndim - len(self.shape)
         if isinstance(rows, slice):
             array = array[(slice(None),) * (before + self.n_axis) + (rows,)]

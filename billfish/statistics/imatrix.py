@@ -102,9 +102,9 @@ def read_gguf(path: Path) -> Recorded:
         shape = (experts,) if experts > 1 else ()
         if not ((counts >= 0) & (counts < 2.0**63)).all():
             raise DataError(failure(CALL, f"{path} is damaged: {name} has counts that are negative or not finite"))
-        known = InputStatistics(
-            sums.reshape(*shape, -1).astype(np.float64), np.rint(counts).astype(np.int64).reshape(shape)
-        )
+        with np.errstate(invalid="ignore"):  # a signaling NaN, which `check` refuses
+            wide = sums.reshape(*shape, -1).astype(np.float64)
+        known = InputStatistics(wide, np.rint(counts).astype(np.int64).reshape(shape))
         known.check(name)
         inputs[name] = known
     if not inputs:

@@ -30,6 +30,12 @@ def test_what_once_did_harm_does_none(name, tmp_path):
     assert (result["outcome"], result["failure"]) == ("refused" if refused else "accepted", "")
 
 
+@pytest.mark.parametrize(("generator", "seed"), [("safetensors layouts", 3867), ("mutated files", 81727)])
+def test_seeds_that_once_failed(generator, seed, tmp_path):
+    """An array without axes, and a signaling NaN in an imatrix file: errors of NumPy came."""
+    assert run.one_case(generator, seed, tmp_path)["failure"] == ""
+
+
 def test_what_the_generators_break_was_whole(tmp_path):
     """Else all would be refused for another reason."""
     for seed in range(10):
