@@ -180,6 +180,10 @@ class CudaDecoder(Decoder):
     def pages(self) -> SequencePool:
         return self._pool
 
+    @property
+    def captures(self) -> int:
+        return self._steps.captures
+
     def check_device(self) -> None:
         check_device(self._ordinal)
 

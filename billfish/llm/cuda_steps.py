@@ -175,7 +175,7 @@ class CudaSteps:
         """most_rows: of a step. pages: of a sequence, at most."""
         self._layers, self._stream, self._scratch = layers, stream, scratch
         self._chunk, self.most_rows, self._pages = chunk, most_rows, pages
-        self.sequences = 0
+        self.sequences = self.captures = 0
         self._stagings = [Staging(stream.ordinal) for _ in range(self.STAGINGS)]
         self._results: list[Result] = []  # that nobody reads
         self._programs: OrderedDict[Any, Any] = OrderedDict()
@@ -428,6 +428,7 @@ class CudaSteps:
             program = self._program(key)
             program(self._stream.pointer)  # loads what it takes, which a capture does not allow
             self._graphs[key] = captured(program, self._stream.pointer)
+            self.captures += 1
             del self._programs[key]
 
     def _program(self, key: tuple[Batch, str, bool]) -> Any:

@@ -47,7 +47,6 @@ class Decoder(ABC):
     exact: Activations | None  # the most exact ones: what other models are compared with
     cache_types: tuple[CacheType, ...]  # that keys and values can have
     cache_type: CacheType  # that those of the next cache have
-    captures = 0  # CUDA graphs that were captured
 
     def __init__(self, tensors: ModelTensors) -> None:
         self.tensors, self.config = tensors, tensors.config
@@ -55,6 +54,11 @@ class Decoder(ABC):
         self.nbytes = 0  # of weights, as they are held in memory
         self.message_ends: frozenset[int] = frozenset()  # tokens that end a message of a conversation
         self.separator = -1  # the token between the texts of a pair
+
+    @property
+    def captures(self) -> int:
+        """How many CUDA graphs were captured."""
+        return 0
 
     @property
     def pages(self) -> PagedMemory | None:

@@ -169,7 +169,7 @@ def test_requests_of_a_gpu_are_preempted_and_go_on(gpu, tmp_path):
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.wait().ids == expected(prompt, 120)
         counts = engine.counts()
-        assert counts.preemptions > 0
+        assert min(counts.preemptions, counts.captures) > 0
         assert counts.cache_bytes <= counts.cache_bytes_bound == 6 * model.decoder.pages.pools[0].page_bytes
         assert_idle(engine)
 
