@@ -53,6 +53,7 @@ from billfish.ops.matmul import dequantize
 Observe = Callable[[int, int, int, Floats], object]
 Part = tuple[int, Cache, list[int]]  # of a passage, with its number: tokens that are fed at once
 TWO_LEVELS = {name for name, format in FORMATS.items() if isinstance(format, (TwoLevelMinimum, TwoLevelScaled))}
+CACHE_TYPES: tuple[CacheType, ...] = ("float32", "float16", "int8")  # numbered as in kernel_table.h
 BATCH_BYTES = 1 << 28  # of tensors that are packed in one native call
 
 
@@ -63,7 +64,7 @@ class CpuDecoder(Decoder):
     # Enough rows of x to decode weights once for many, few enough that what lies between two products stays in cache.
     chunk = 256
     usual, exact = "q16", "exact"
-    cache_types, cache_type = ("float32", "float16"), "float32"
+    cache_types, cache_type = CACHE_TYPES, "float32"
 
     def __init__(self, tensors: ModelTensors) -> None:
         super().__init__(tensors)
@@ -382,7 +383,7 @@ class CpuDecoder(Decoder):
 
 
 class CpuCache(Cache):
-    """The state of a sequence in native memory: keys and values in float32 or float16, in blocks of CACHE_BLOCK
+    """The state of a sequence in native memory: keys and values in float32, float16 or int8, in blocks of CACHE_BLOCK
     positions, which only kernels know to read. Layers with a window keep a ring of positions. Recurrent layers keep one
     state, and checkpoints of earlier ones: the sequence can only be cut back to those."""
 
@@ -390,7 +391,7 @@ class CpuCache(Cache):
         super().__init__(config, capacity)
         self.type: CacheType = type
         shapes = [_state_shape(block, i) for i, block in enumerate(config.blocks)]
-        self.state = _cpu.SequenceState(shapes, type == "float16", capacity)
+        self.state = _cpu.SequenceState(shapes, CACHE_TYPES.index(type), capacity)
 
     def adapt(self, adapter: int) -> None:
         super().adapt(adapter)

@@ -36,7 +36,7 @@ def test_the_cache_type_is_that_of_the_caches(path, monkeypatch, capsys):
     assert bounds[0] == 2 * bounds[1]
 
 
-@pytest.mark.parametrize("words", [["--activations", "q4"], ["--cache-type", "int8"]])
+@pytest.mark.parametrize("words", [["--activations", "q4"], ["--cache-type", "int4"]])
 def test_what_the_device_does_not_know_is_refused_before_weights_are_packed(path, words, monkeypatch, capsys):
     monkeypatch.setattr(CpuDecoder, "pack", lambda *_: pytest.fail("packed"))
     assert main(["serve", path, "--device", "cpu", "--port", "0", *words]) == 2

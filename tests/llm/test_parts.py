@@ -343,7 +343,7 @@ def test_a_missing_package_is_no_missing_gpu(path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"cache_type": "int8"}, "cache_type|'int8'|'float32' or 'float16'"),
+    ({"cache_type": "int4"}, "cache_type|'int4'|'float32' or 'float16' or 'int8'"),
     ({"method": "rtn"}, "method='rtn' has no effect without quantize"),
     ({"statistics": "stats.safetensors"}, "statistics has no effect without quantize"),
     ({"quantize": "q4_0", "convert": lambda name, tensor: tensor}, "quantize= or convert=, not both"),

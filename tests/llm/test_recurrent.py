@@ -156,7 +156,7 @@ def test_a_copy_goes_on_as_the_original(model_of, name):
 
 def test_checkpoints_stay_within_their_budget():
     """Four of them fit in 256 MiB beside each other: those of the latest message ends, and the last position's."""
-    state = _cpu.SequenceState([(0, 16, 0, 1 << 24)], False, 64)
+    state = _cpu.SequenceState([(0, 16, 0, 1 << 24)], 0, 64)
     assert state.nbytes == 4 << 24
     for start in range(0, 1280, EVERY):
         state.reserve(start, EVERY, 2048, [start + 10] if start in (128, 640) else [])

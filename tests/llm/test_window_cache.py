@@ -15,11 +15,11 @@ WINDOW, LONG = 7, 700
 TEXT = [3 + (7 * i * i + 3 * i) % 64 for i in range(LONG)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
+@pytest.fixture(scope="module", params=["float32", "int8"])
+def model(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("models")
     write_model(folder, "gpt-oss", max_position_embeddings=2048)  # layers 0 and 2 have windows
-    return load(folder, device="cpu")
+    return load(folder, device="cpu", cache_type=request.param)
 
 
 def fed(model, cache, tokens: list[int], parts: int = 96) -> np.ndarray:

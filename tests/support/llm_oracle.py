@@ -68,11 +68,15 @@ class Oracle:
             q, k = self.norm(q, f"{layer}.attn_q_norm.weight"), self.norm(k, f"{layer}.attn_k_norm.weight")
         q, k = self.rotated(q), np.repeat(self.rotated(k), heads // kv_heads, axis=1)
         q, k, v = (part.swapaxes(0, 1) for part in (q, k, np.repeat(v, heads // kv_heads, axis=1)))
-        scores = q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1]).astype(x.dtype)
-        scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
+        mixed = self.mix(q / np.sqrt(q.shape[-1]).astype(x.dtype), k, v)
+        return self.product(mixed.swapaxes(0, 1).reshape(len(x), -1), f"{layer}.attn_output")
+
+    def mix(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Values [heads, tokens, size], weighted by how well the keys of earlier tokens match."""
+        scores = np.where(np.tri(q.shape[1], dtype=bool), q @ k.swapaxes(1, 2), -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        return self.product((weights @ v).swapaxes(0, 1).reshape(len(x), -1), f"{layer}.attn_output")
+        return weights @ v
 
     def feed_forward(self, x: np.ndarray, layer: str) -> np.ndarray:
         gate, up = self.product(x, f"{layer}.ffn_gate"), self.product(x, f"{layer}.ffn_up")

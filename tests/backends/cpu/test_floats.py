@@ -165,7 +165,7 @@ def test_decoder(level, threads):
     x = gaussian((rows, hidden)) * np.float32(2.0**-130)
 
     def results() -> list[np.ndarray]:
-        state = _cpu.SequenceState([(1, head_size, 0, 0)], half=False, capacity=rows)
+        state = _cpu.SequenceState([(1, head_size, 0, 0)], type=0, capacity=rows)
         logits, through = np.empty((rows, 100), np.float32), x.copy()
         decoder.finish(x, 0, logits)
         decoder.run(through, [(state, 0, rows)], 0, None)

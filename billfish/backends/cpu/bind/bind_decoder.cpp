@@ -35,13 +35,17 @@ std::vector<Passage> passages_of(const std::vector<PythonPassage>& rows) {
   return passages;
 }
 
-// Keys or values of a layer: [kv_heads, blocks, CACHE_BLOCK * head_size], in memory of the state.
+// Keys or values of a layer, in memory of the state: [kv_heads, blocks, numbers of a block], or bytes of a block where they are int8.
 nb::ndarray<nb::numpy> numbers_of(nb::handle self, int64_t layer, bool keys) {
   const SequenceState& state = nb::cast<const SequenceState&>(self);
   const KeysAndValues& own = state.layer(layer);
   const HeadCache first = own.head(0);
-  const size_t shape[3] = {size_t(own.shape().kv_heads), size_t(own.positions() / CACHE_BLOCK), size_t(CACHE_BLOCK * own.shape().head_size)};
-  return {keys ? first.keys : first.values, 3, shape, self, nullptr, nb::dlpack::dtype{uint8_t(nb::dlpack::dtype_code::Float), uint8_t(state.half() ? 16 : 32), 1}};
+  const bool floats = state.type() != CacheType::int8;
+  const uint8_t bits = state.type() == CacheType::float32 ? 32 : floats ? 16 : 8;
+  const nb::dlpack::dtype type{uint8_t(floats ? nb::dlpack::dtype_code::Float : nb::dlpack::dtype_code::UInt), bits, 1};
+  const size_t numbers = head_bytes(state.type(), own.shape().head_size, CACHE_BLOCK) * 8 / bits;
+  const size_t shape[3] = {size_t(own.shape().kv_heads), size_t(own.positions() / CACHE_BLOCK), numbers};
+  return {keys ? first.keys : first.values, 3, shape, self, nullptr, type};
 }
 
 // A dictionary of Python, by field.
@@ -301,11 +305,11 @@ namespace billfish {
 
 void bind_decoder(nb::module_& module) {
   nb::class_<SequenceState>(module, "SequenceState")
-      .def("__init__", [](SequenceState* self, const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>& shapes, bool half, int64_t capacity) {
+      .def("__init__", [](SequenceState* self, const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>& shapes, int type, int64_t capacity) {
         std::vector<StateShape> layers;
         for (const auto& [kv_heads, head_size, window, numbers] : shapes) layers.push_back({kv_heads, head_size, window, numbers});
-        new (self) SequenceState(layers, half, capacity);
-      }, nb::arg("shapes"), nb::arg("half"), nb::arg("capacity"))
+        new (self) SequenceState(layers, CacheType(type), capacity);
+      }, nb::arg("shapes"), nb::arg("type"), nb::arg("capacity"))
       .def("reserve", &SequenceState::reserve, nb::arg("start"), nb::arg("count"), nb::arg("capacity"), nb::arg("message_ends"))
       .def("copy", &SequenceState::copy, nb::arg("other"), nb::arg("length"))
       .def("restorable", &SequenceState::restorable)

@@ -19,7 +19,7 @@ struct Place {
   int64_t end;     // positions of its sequence, with those of the passage
 };
 
-// What attends together: rows of one passage, or for a single row up to four heads that share their keys and values.
+// What attends together: rows of one passage and heads that share their keys and values; for a single row up to four of these.
 struct QueryBlock {
   int64_t row, rows, head, heads;
   int64_t slice;  // of the positions; -1: all
@@ -45,16 +45,20 @@ struct AttentionPlan {
   std::vector<SlicedRow> sliced;
   size_t slices_size = 0;  // numbers of all slices
 
-  // Heads go together only as far as each thread gets two blocks.
+  // Heads go together only as far as each thread gets two blocks of single rows, or four of other rows.
   AttentionPlan(const std::vector<Passage>& passages, const Attention& a) : heads(a.heads), kv_heads(a.kv_heads), head_size(a.head_size) {
-    int64_t single = 0;
-    for (const Passage& passage : passages) single += std::max<int64_t>(slices_of(passage), 1);
+    int64_t single = 0, many = 0;
+    for (const Passage& passage : passages) {
+      single += std::max<int64_t>(slices_of(passage), 1);
+      if (passage.count > 1) many += (passage.count + ROWS_TOGETHER - 1) / ROWS_TOGETHER;
+    }
     const int64_t sharing = heads / kv_heads;
     const int64_t together = std::clamp<int64_t>(heads * single / (2 * threads()), 1, std::min(HEADS_TOGETHER, sharing));
+    const int64_t beside = std::clamp<int64_t>(heads * many / (4 * threads()), 1, sharing);
     for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++) {
       int64_t row = 0;
       for (const Passage& passage : passages) {
-        const int64_t count = passage.count == 1 ? together : 1, slices = slices_of(passage);
+        const int64_t count = passage.count == 1 ? together : beside, slices = slices_of(passage);
         for (int64_t slice = slices ? 0 : -1; slice < slices || slice < 0; slice++) {
           for (int64_t i = 0; i < sharing; i += count)
             for (int64_t j = 0; j < passage.count; j += ROWS_TOGETHER)
@@ -315,19 +319,20 @@ class Pass {
 
   void attend(const Attention& a, const AttentionPlan& plan, const QueryBlock& block) {
     const auto [row, rows, head, heads, slice] = block;
-    if (a.bidirectional && heads == 1) return attend_both_ways(a, row, rows, head);
+    if (a.bidirectional && slice < 0) return attend_both_ways(a, row, rows, head, heads);
     const Place& place = places_[size_t(row)];
-    const int64_t q_size = a.heads * a.head_size, at = row * q_size + head * a.head_size, seen = place.position + 1, more = heads > 1 ? 0 : 1;
+    const int64_t q_size = a.heads * a.head_size, at = row * q_size + head * a.head_size, seen = place.position + 1;
+    const bool single = rows == 1;  // whose heads are the rows
     const HeadCache cache = place.state->layer(a.state).head(head / (a.heads / a.kv_heads));
-    const Queries queries{q_.data() + at, heads > 1 ? heads : rows, heads > 1 ? a.head_size : q_size};
-    const Sight sight{seen, more, a.window > 0 ? seen - a.window : -rows, a.cap, a.sinks ? a.sinks + head : nullptr};
+    const Queries queries = single ? Queries{q_.data() + at, heads, a.head_size, 1, 0} : Queries{q_.data() + at, rows, q_size, heads, a.head_size};
+    const Sight sight{seen, single ? 0 : 1, a.window > 0 ? seen - a.window : -rows, a.cap, a.sinks ? a.sinks + head : nullptr};
     if (slice < 0) kernels_.attend(queries, cache, sight, a.head_size, out_.data() + at);
     else kernels_.see_slice(queries, cache, sight, slice, a.head_size, slice_of(a, plan.sliced_row(row), slice, head));
   }
 
-  // Of one head. A row sees all rows of its passage, or those up to window / 2 away. Where the last of them is the passage's end, rows go alone:
+  // Of heads that share their keys. A row sees all rows of its passage, or those up to window / 2 away. Where the last of them is the passage's end, rows go alone:
   // each sees to the same position, but not from the same.
-  void attend_both_ways(const Attention& a, int64_t row, int64_t rows, int64_t head) {
+  void attend_both_ways(const Attention& a, int64_t row, int64_t rows, int64_t head, int64_t heads) {
     const int64_t q_size = a.heads * a.head_size, reach = a.window / 2;
     for (int64_t first = row, count; first < row + rows; first += count) {
       const Place& place = places_[size_t(first)];
@@ -335,7 +340,8 @@ class Pass {
       count = !a.window ? rows : std::clamp<int64_t>(inside, 1, row + rows - first);
       const Sight sight = !a.window ? Sight{place.end, 0, -1, a.cap, nullptr}
                                     : Sight{std::min(place.end, place.position + reach + 1), 1, place.position - reach, a.cap, nullptr};
-      kernels_.attend({q_.data() + at, count, q_size}, place.state->layer(a.state).head(head / (a.heads / a.kv_heads)), sight, a.head_size, out_.data() + at);
+      const Queries queries{q_.data() + at, count, q_size, heads, a.head_size};
+      kernels_.attend(queries, place.state->layer(a.state).head(head / (a.heads / a.kv_heads)), sight, a.head_size, out_.data() + at);
     }
   }
 

@@ -1,5 +1,6 @@
 // What the decoder asks of the kernels of one ISA level: those of its parts that are not products.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 namespace billfish {
@@ -8,11 +9,21 @@ namespace billfish {
 // brings one number of 16 keys; values by 16 columns.
 constexpr int64_t CACHE_BLOCK = 64;
 
+// The type of keys and values. int8 has a float32 scale per position and head, and the keys of a block begin with the scales of its 64 positions, as
+// the values do: see decoder/attention_int8.h.
+enum class CacheType : int { float32, float16, int8 };
+
+// Bytes of the keys, or of the values, of one head.
+inline size_t head_bytes(CacheType type, int64_t head_size, int64_t positions) {
+  const int64_t position = type == CacheType::float32 ? 4 * head_size : type == CacheType::float16 ? 2 * head_size : head_size + 4;
+  return size_t(positions * position);
+}
+
 // Of one layer and one head.
 struct HeadCache {
-  void *keys, *values;  // float32 or float16
-  bool half;            // which of them
-  int64_t positions;    // there is room for: position p is at p % positions
+  void *keys, *values;
+  CacheType type;
+  int64_t positions;  // there is room for: position p is at p % positions
 };
 
 // Positions that attention sees without the others. Threads share out the slices of a single row.
@@ -20,19 +31,19 @@ constexpr int64_t SLICE = 256;
 // What a row has of a slice is head_size numbers behind so many others; see decoder/attention.h.
 constexpr int64_t SEEN_HEAD = 16;
 
-// Rows of q, `stride` apart.
+// Rows of q, `stride` apart, of so many heads that share their keys and values, `head_stride` apart.
 struct Queries {
   const float* q;
-  int64_t rows, stride;
+  int64_t rows, stride, heads, head_stride;
 };
 
-// Which keys a block of queries sees, and what becomes of its scores. Rows are at consecutive positions, and `more` is 1; or they are heads of one
-// position, and it is 0.
+// Which keys queries see, and what becomes of their scores. Rows are at consecutive positions, and `more` is 1; or they are heads of one position, and
+// it is 0.
 struct Sight {
   int64_t seen, more;  // the first row sees the keys before `seen`, each row `more` more than the one before it
   int64_t behind;      // but not these first ones; of them, too, each row has `more` more. Less than 0 is none
   float cap;           // as in Attention
-  const float* sinks;  // of each row, `1 - more` apart; or null
+  const float* sinks;  // of each head: of head h of Queries, or where `more` is 0, of row h; or null
 };
 
 // The delta rule takes tokens in chunks of so many, which begin at multiples of it in a sequence.

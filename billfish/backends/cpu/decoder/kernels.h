@@ -77,26 +77,38 @@ struct Half {
 inline Floats load_numbers(const float* p) { return load_floats(p); }
 inline Floats load_numbers(const Half* p) { return halves_to_floats(reinterpret_cast<const uint8_t*>(p)); }
 
-// out [T][16] += coefficients [T][count] rows [count][16], or where it is FRESH, out = that: the inner loop of both halves of attention. Rows lie
-// one behind the other, and `count` is a multiple of 4. Every sum is added up in the order of the rows, so it does not depend on T.
-template <int T, bool FRESH, class Number>
-__attribute__((flatten)) inline void combine(const float* coefficients, int64_t coefficient_stride, const Number* rows, int64_t count, float* out,
-                                             int64_t out_stride) {
-  constexpr int VECTORS16 = COLUMNS / LANES;
-  Floats total[T][VECTORS16];
-  auto each = [&](auto f) { unroll<T>([&](auto t) { unroll<VECTORS16>([&](auto c) { f(t, c); }); }); };
+// out [T][G * 16] += coefficients [T][count] rows [count][16] of G groups, or where it is FRESH, out = that: the inner loop of both halves of
+// attention. Rows lie one behind the other, groups `group_stride` apart, and `count` is a multiple of 4. Every sum is added up in the order of the rows,
+// so it depends neither on T nor on G. A number of a row serves T sums, and a coefficient those of all groups.
+template <int T, int G, bool FRESH, class Number>
+__attribute__((flatten)) inline void combine_groups(const float* coefficients, int64_t coefficient_stride, const Number* rows, int64_t group_stride, int64_t count,
+                                                    float* out, int64_t out_stride) {
+  constexpr int VECTORS = G * COLUMNS / LANES, VECTORS16 = COLUMNS / LANES;
+  Floats total[T][VECTORS];
+  auto each = [&](auto f) { unroll<T>([&](auto t) { unroll<VECTORS>([&](auto c) { f(t, c); }); }); };
   each([&](auto t, auto c) { total[t][c] = FRESH ? splat(0) : load_floats(out + t * out_stride + c * LANES); });
   for (int64_t i = 0; i < count; i += 4) {
     FloatActivations coefficients_now[T];
     unroll<T>([&](auto t) { coefficients_now[t] = load_x(coefficients + t * coefficient_stride + i); });
     unroll<4>([&](auto j) {
-      unroll<VECTORS16>([&](auto c) {
-        const Floats row = load_numbers(rows + (i + j) * COLUMNS + c * LANES);
-        unroll<T>([&](auto t) { total[t][c] = multiply_add_x<decltype(j)::value>(total[t][c], row, coefficients_now[t]); });
-      });
+      if constexpr (G == 1) {
+        unroll<VECTORS>([&](auto c) {
+          const Floats row = load_numbers(rows + (i + j) * COLUMNS + c * LANES);
+          unroll<T>([&](auto t) { total[t][c] = multiply_add_x<decltype(j)::value>(total[t][c], row, coefficients_now[t]); });
+        });
+      } else {
+        Floats now[VECTORS];
+        unroll<VECTORS>([&](auto c) { now[c] = load_numbers(rows + c / VECTORS16 * group_stride + (i + j) * COLUMNS + c % VECTORS16 * LANES); });
+        unroll<T>([&](auto t) { unroll<VECTORS>([&](auto c) { total[t][c] = multiply_add_x<decltype(j)::value>(total[t][c], now[c], coefficients_now[t]); }); });
+      }
     });
   }
   each([&](auto t, auto c) { store_floats(out + t * out_stride + c * LANES, total[t][c]); });
+}
+
+template <int T, bool FRESH, class Number>
+inline void combine(const float* coefficients, int64_t coefficient_stride, const Number* rows, int64_t count, float* out, int64_t out_stride) {
+  combine_groups<T, 1, FRESH>(coefficients, coefficient_stride, rows, 0, count, out, out_stride);
 }
 
 // x becomes cap tanh(x / cap) = cap - 2 cap / (e^(2x / cap) + 1).

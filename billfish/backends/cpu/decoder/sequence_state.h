@@ -38,12 +38,13 @@ struct StateShape {
 // Keys and values of one layer, in memory of its SequenceState.
 class KeysAndValues {
  public:
-  KeysAndValues(const StateShape& shape, bool half) : shape_(shape), half_(half) {}
+  KeysAndValues(const StateShape& shape, CacheType type) : shape_(shape), type_(type) {}
 
-  // [kv_heads, positions / 64, 64 / 16, head_size, 16] keys and [kv_heads, positions / 64, head_size / 16, 64, 16] values, float32 or float16.
+  // [kv_heads, positions / 64, 64 / 16, head_size, 16] keys and [kv_heads, positions / 64, head_size / 16, 64, 16] values where they are floats; int8
+  // has [kv_heads, positions / 64] blocks, see decoder/attention_int8.h.
   HeadCache head(int64_t head) const {
     const size_t at = size_t(head) * head_bytes(positions_);
-    return {keys_ + at, values_ + at, half_, positions_};
+    return {keys_ + at, values_ + at, type_, positions_};
   }
   const StateShape& shape() const { return shape_; }
   int64_t positions() const { return positions_; }
@@ -78,47 +79,55 @@ class KeysAndValues {
   }
 
  private:
-  size_t head_bytes(int64_t positions) const { return size_t(positions * shape_.head_size) * (half_ ? 2 : 4); }
+  size_t head_bytes(int64_t positions) const { return billfish::head_bytes(type_, shape_.head_size, positions); }
 
   StateShape shape_;
-  bool half_;
+  CacheType type_;
   int64_t positions_ = 0;  // a multiple of CACHE_BLOCK
   int64_t oldest_ = 0;     // the first position that is still there
   char *keys_ = nullptr, *values_ = nullptr;
 };
 
-struct Free {
-  void operator()(char* bytes) const { std::free(bytes); }
-};
-using Bytes = std::unique_ptr<char[], Free>;
-
-// Zeros, which cost nothing until they are touched, in huge pages where there are many.
-inline Bytes zeros(size_t bytes) {
-  char* made = static_cast<char*>(std::calloc(std::max<size_t>(bytes, 1), 1));
-  if (!made) throw std::bad_alloc();
+// Zeros, which cost nothing until they are touched, in huge pages where there are many. They begin with a cache line: a vector of 64 bytes that lies in
+// two lines takes twice as long to load.
+class Zeros {
+ public:
+  Zeros() = default;
+  explicit Zeros(size_t bytes) : made_(static_cast<char*>(std::calloc(bytes + LINE, 1))) {
+    if (!made_) throw std::bad_alloc();
+    first_ = made_.get() + LINE - reinterpret_cast<uintptr_t>(made_.get()) % LINE;
 #if defined(__linux__)
-  constexpr size_t PAGE = 4096, LARGE = 1 << 22;
-  const size_t offset = PAGE - reinterpret_cast<uintptr_t>(made) % PAGE;
-  if (bytes >= LARGE) madvise(made + offset, bytes - offset, MADV_HUGEPAGE);  // only advice: whatever it returns
+    constexpr size_t PAGE = 4096, LARGE = 1 << 22;
+    const size_t offset = PAGE - reinterpret_cast<uintptr_t>(first_) % PAGE;
+    if (bytes >= LARGE) madvise(first_ + offset, bytes - offset, MADV_HUGEPAGE);  // only advice: whatever it returns
 #endif
-  return Bytes(made);
-}
+  }
+  char* data() const { return first_; }
+
+ private:
+  static constexpr size_t LINE = 64;
+  struct Free {
+    void operator()(char* bytes) const { std::free(bytes); }
+  };
+  std::unique_ptr<char[], Free> made_;
+  char* first_ = nullptr;
+};
 
 // The recurrent states of all layers behind some position, one after the other.
 struct Checkpoint {
-  Checkpoint(int64_t at, bool end, size_t count) : position(at), message_end(end), memory(zeros(count * sizeof(float))) {}
-  float* numbers() const { return reinterpret_cast<float*>(memory.get()); }
+  Checkpoint(int64_t at, bool end, size_t count) : position(at), message_end(end), memory(count * sizeof(float)) {}
+  float* numbers() const { return reinterpret_cast<float*>(memory.data()); }
   int64_t position;
   bool message_end;
-  Bytes memory;
+  Zeros memory;
 };
 
 // One sequence. Layers are those of the decoder. Keys and values of all lie in one piece of memory: large ones are made of huge pages.
 class SequenceState {
  public:
-  SequenceState(const std::vector<StateShape>& shapes, bool half, int64_t capacity) : half_(half) {
+  SequenceState(const std::vector<StateShape>& shapes, CacheType type, int64_t capacity) : type_(type) {
     for (const StateShape& shape : shapes) {
-      layers_.emplace_back(shape, half);
+      layers_.emplace_back(shape, type);
       offsets_.push_back(int64_t(numbers_.size()));
       numbers_.resize(numbers_.size() + size_t(shape.numbers));
       positions_.push_back(0);
@@ -131,7 +140,7 @@ class SequenceState {
   // The decoder's adapter whose keys and values these are; less than 0: none.
   int adapter = -1;
 
-  bool half() const { return half_; }
+  CacheType type() const { return type_; }
   int64_t capacity() const { return capacity_; }
   size_t bytes() const { return bytes_ + numbers_.size() * sizeof(float); }  // without checkpoints
   size_t checkpoints() const { return checkpoints_.size(); }
@@ -241,20 +250,20 @@ class SequenceState {
       capacity_ = capacity;
       return;
     }
-    Bytes fresh = bytes == bytes_ ? nullptr : zeros(bytes);  // what lies behind the last position is multiplied with zero
-    char* at = fresh ? fresh.get() : memory_.get();
+    Zeros fresh = bytes == bytes_ ? Zeros() : Zeros(bytes);  // what lies behind the last position is multiplied with zero
+    char* at = fresh.data() ? fresh.data() : memory_.data();
     for (size_t i = 0; i < layers_.size(); i++) {
       layers_[i].take(at, rooms[i], from.layers_[i], end);
       at += layers_[i].bytes(rooms[i]);
     }
-    if (fresh) memory_ = std::move(fresh);
+    if (fresh.data()) memory_ = std::move(fresh);
     bytes_ = bytes, capacity_ = capacity;
   }
 
-  bool half_;
+  CacheType type_;
   int64_t capacity_ = 0;
   size_t bytes_ = 0;
-  Bytes memory_;
+  Zeros memory_;
   std::vector<KeysAndValues> layers_;
   std::vector<float> numbers_;                 // the recurrent states of all layers
   std::vector<int64_t> offsets_;               // where each begins
