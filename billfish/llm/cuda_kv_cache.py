@@ -153,7 +153,7 @@ class SequencePool(PagedMemory):
     def fits(self, pages: Sequence[int]) -> bool:
         """Whether so many pages of each pool can be taken."""
         needed = sum(max(0, n - pool.free) * pool.page_bytes for n, pool in zip(pages, self.pools, strict=True))
-        return self.budget.limit is None or self.budget.taken + needed <= self.budget.limit
+        return not needed or self.budget.limit is None or self.budget.taken + needed <= self.budget.limit
 
 
 class PageList:

@@ -144,6 +144,13 @@ def test_an_engine_on_a_gpu(gpu, model):
         assert engine.counts().cache_bytes_bound == 3 * 4 * model.decoder._pool.pools[0].page_bytes
 
 
+def test_an_engine_for_a_model_that_has_more_pages_than_the_engine_wants(model):
+    """A generation before it has taken them."""
+    tokens_of(model.generate(counting(3, 200), max_tokens=5))
+    with Engine(model, streams=3, context=200) as engine:
+        assert submit(engine, Request(counting(50, 150), 40)).wait().ids == counting(200, 40)
+
+
 @pytest.mark.parametrize("kernel", ["embed.cu", "attend.cu", "choose.cu"])
 def test_an_interrupted_step_is_taken_for_no_answer(gpu, model, kernel):
     """A step of one text is under way; a batch is interrupted; then the first text goes on, and the batch as well."""
