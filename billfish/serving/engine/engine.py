@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import count
 from threading import Condition, current_thread
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,8 +155,8 @@ class Engine:
         with self._changed:
             running, waiting, finished = len(self._running), len(self._waiting), dict(self._counts.finished)
             held, pages, captures = self._slots.bytes_held, self._slots.pages, self._decoder.captures
-            now = {"running": running, "waiting": waiting, "cache_bytes": held, "pages": pages, "captures": captures}
-            return replace(self._counts, finished=finished, **now)
+            now: dict[str, Any] = {"running": running, "waiting": waiting, "finished": finished}
+            return replace(self._counts, cache_bytes=held, pages=pages, captures=captures, **now)
 
     def close(self, *, finish: bool = True) -> None:
         """Take nothing more, and wait until nothing runs. finish: what runs or waits is answered, else cancelled."""
