@@ -62,13 +62,14 @@ def test_scores_are_the_cpus(pair, architecture, quantization):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_architecture_gives_the_cpus_logits(tmp_path, monkeypatch, name):
-    """Of random routers a few scores tie, so that a row may take another expert: the median row counts."""
+    """Of random routers a few scores tie, so that a row may take another expert, and all rows behind it see another
+    value: the median row counts, which a wrong mask or norm moves by ten times as much."""
     write_architecture(tmp_path, name, max_position_embeddings=512)
     cpu, gpu = (load(tmp_path, device=device) for device in ("cpu", "cuda"))
     text = [4 + token % 60 for token in TOKENS]
     expected, found = cpu.logits(text, activations="exact"), gpu.logits(text)
     errors = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
-    assert np.median(errors) < 1e-2
+    assert np.median(errors) < (3e-2 if cpu.config.has_experts else 1e-2)
     caches, samplers, starts = [gpu.cache() for _ in range(3)], [Sampling().sampler() for _ in range(3)], (5, 63, 120)
     fed, behind = [text[:start] for start in starts], []
     for i in range(8):
