@@ -93,7 +93,7 @@ class MarlinLinear:
         """Quantize a torch.nn.Linear or an mlx.nn.Linear.
 
         linear: the layer. format: as in :func:`billfish.quantize`. settings: those of the framework's class:
-        group_size, method, importance, hessian, activations.
+        group_size, method, importance, hessian, cross, activations.
         """
         return layer_class("from_linear", linear).from_linear(linear, format, **settings)
 

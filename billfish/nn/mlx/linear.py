@@ -318,6 +318,7 @@ class MarlinLinear(layer_base.MarlinLinear, Module):
         method: Method = "mse",
         importance: AnyArray | None = None,
         hessian: AnyArray | None = None,
+        cross: AnyArray | None = None,
         activations: Activations = "exact",
         **options: str,
     ) -> MarlinLinear:
@@ -331,6 +332,7 @@ class MarlinLinear(layer_base.MarlinLinear, Module):
             method=method,
             importance=importance,
             hessian=hessian,
+            cross=cross,
             **options,
         )
         layer = cls.from_quantized(tensor, linear.get("bias"), activations=activations)

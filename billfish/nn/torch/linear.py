@@ -157,13 +157,14 @@ class MarlinLinear(layer_base.MarlinLinear, QuantizedModule):
         method: Method = "mse",
         importance: AnyArray | None = None,
         hessian: AnyArray | None = None,
+        cross: AnyArray | None = None,
         activations: Activations = "exact",
         **options: str,
     ) -> MarlinLinear:
         """Quantize a torch.nn.Linear, on the device it is on. The bias is kept as it is, not copied.
 
-        format, group_size, method, importance, hessian, options: as in :func:`billfish.quantize`. activations: as in
-        :func:`billfish.quantized_linear`.
+        format, group_size, method, importance, hessian, cross, options: as in :func:`billfish.quantize`. activations:
+        as in :func:`billfish.quantized_linear`.
         """
         if not isinstance(linear, torch.nn.Linear):
             raise DTypeError(bad_argument("from_linear", "linear", type_of(linear), "a torch.nn.Linear"))
@@ -177,6 +178,7 @@ class MarlinLinear(layer_base.MarlinLinear, QuantizedModule):
             method=method,
             importance=importance,
             hessian=hessian,
+            cross=cross,
             **options,
         )
         layer = cls.from_quantized(tensor, linear.bias, activations=activations, device=weight.device)
