@@ -24,6 +24,7 @@ from benchmarks.pictures import PICTURES
 from benchmarks.tables import TABLES, table
 from billfish.cli.main import COMMANDS, parser_of
 from billfish.models import Architecture
+from billfish.models.bert import TextEncoder
 from billfish.models.olmo import Olmo2
 
 ROOT = records.RESULTS.parents[1]
@@ -59,6 +60,11 @@ def architectures() -> str:
     return table(rows)
 
 
+def count(encoders: bool) -> str:
+    """Words: how many architectures there are, by their names in GGUF."""
+    return str(len({own.gguf for own in Architecture.known if isinstance(own, TextEncoder) == encoders}))
+
+
 def tokenizers() -> str:
     """Every family of tokenizers that the tests know: its kind, and the tokens that end an answer."""
     path = ROOT / "tests" / "support" / "tokenizer_families.py"
@@ -80,6 +86,8 @@ def tokenizers() -> str:
 CODE: dict[str, Callable[[], str]] = {
     **code_tables.CODE,
     "architectures": architectures,
+    "decoder-count": lambda: count(encoders=False),
+    "encoder-count": lambda: count(encoders=True),
     "tokenizers": tokenizers,
     "code-olmo2": lambda: f"```python\n{inspect.getsource(Olmo2)}```",
     **{f"options-{command}": lambda command=command: options(command) for command in COMMANDS},

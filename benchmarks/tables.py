@@ -169,6 +169,45 @@ def eight_clients(results: Results) -> str:
     return table(rows)
 
 
+# What tells cases of waves apart in most records, and what is measured. Anything else is part of a case's name.
+WAVE_KEYS = {"clients", "prompt", "common", "answer", "wave", "tok_per_s", "cached_tokens", "of_decoder"}
+WAVE_KEYS |= {f"{what}_p{part}_ms" for what in ("first_token", "gap") for part in (50, 99)}
+
+
+def waves(results: Results) -> str:
+    """tok/s of the first and the last wave of each case; times and cached tokens are those of the last."""
+    cases: dict[tuple[str, ...], list[Results]] = {}
+    for record in results["records"]:
+        more = [f"{key.replace('_', ' ')} {value}" for key, value in record.items() if key not in WAVE_KEYS and value]
+        common = f" ({record['common']:,} common)" if record.get("common") else ""
+        asked = f"{record['prompt']:,}{common} / {record['answer']}"
+        cases.setdefault((", ".join([str(record["clients"]), *more]), asked), []).append(record)
+    rows = [["clients", "prompt / answer, tokens", "tok/s, first wave", "third wave", "first token p50 / p99, ms"]]
+    rows[0] += ["between tokens p50 / p99, ms", "of `generate_batch`", "cached tokens of a prompt"]
+    for (clients, asked), found in cases.items():
+        first, last = found[0], found[-1]
+        times = [f"{last[f'{what}_p50_ms']:,.{d}f} / {last[f'{what}_p99_ms']:,.{d}f}" for what, d in TIMES.items()]
+        ratio = f"{last['of_decoder']:.2f} x" if "of_decoder" in last else ""
+        rates = [f"{record['tok_per_s']:,.0f}" for record in (first, last)]
+        rows.append([clients, asked, *rates, *times, ratio, f"{last['cached_tokens']:,.0f}"])
+    return table(rows)
+
+
+TIMES = {"first_token": 0, "gap": 1}  # digits
+SHORT = {"clients": 64, "prompt": 200, "answer": 128}
+
+
+def waves_short(results: Results) -> str:
+    """Words: the last wave of 64 clients with prompts of 200 tokens."""
+    found = [record for record in results["records"] if record.items() >= SHORT.items()]
+    last = found[-1]
+    asked = f"prompts of {last['prompt']} tokens, answers of {last['answer']}"
+    return (
+        f"{last['tok_per_s']:,.0f} tok/s for {last['clients']} clients at once ({asked}; time to first token"
+        f" {last['first_token_p50_ms']:.0f} ms in the median, {last['first_token_p99_ms']:.0f} ms at p99)"
+    )
+
+
 # ---- quality ----------------------------------------------------------------------------------------------------
 
 
@@ -624,6 +663,12 @@ TABLES: Mapping[str, Table] = {
     "serving-neoverse": Table(
         "serving_neoverse_n1.json", eight_clients, "python -m benchmarks.serving_speed --json FILE"
     ),
+    "serving-h200": Table(
+        "serving_h200.json",
+        waves,
+        "python -m benchmarks.serving_waves --device cuda --models FOLDER --decoder --json FILE",
+    ),
+    "serving-h200-short": Table("serving_h200.json", waves_short),
     "vllm-tokens": Table("vllm_tokens.json", served, "make test-vllm"),
     "vllm-xeon": Table("vllm_xeon.json", served_speed, "build/vllm/bin/python -m benchmarks.vllm_speed --json FILE"),
     # matmuls on CPUs

@@ -155,12 +155,12 @@ def request() -> Drawing:
     drawing = Drawing(1000, 560, title, "The threads a request passes, and how prefill and decode share steps.")
     drawing.text(20, 32, title, size=18, bold=True)
     stages = (
-        ("event loop", ("HTTP, key, limits:", "8 MiB, 60 s", "401, 413, 415")),
-        ("reader threads", ("body checked,", "chat template,", "tokenizer")),
+        ("front", ("event loop: HTTP,", "key, limits (401,", "413, 415)")),
+        ("front", ("threads: body,", "chat template,", "tokenizer")),
         ("queue", ("--queue 64;", "full: 429 and", "Retry-After")),
         ("KV slot", ("one of --streams:", "with the longest", "common prefix")),
         ("engine thread", ("steps of the model:", "prefill and decode", "in one pass")),
-        ("event loop", ("stop strings, SSE;", "the slot keeps its", "KV cache")),
+        ("front", ("tokens to text,", "stop strings,", "events (SSE)")),
     )
     for i, (name, lines) in enumerate(stages):
         x = 20 + 163 * i
@@ -208,7 +208,9 @@ def request() -> Drawing:
         f"Without answers, {CHUNK - SMALLEST} tokens of prompts are prefilled a step. Beside answers it is about "
         f"{CHUNK // 4} on a CPU, so that decoding goes on.",
         "Prompts are read first come, first served. The rows of a step share one pass over the weights.",
-        "A prompt that shares a prefix with one in prefill waits for it, then starts from a copy of that KV cache.",
+        "A prompt that shares a prefix with one in prefill waits for it, then starts from that KV cache: its pages on "
+        "a GPU, else a copy.",
+        "Fronts are processes of their own with --fronts N, the default on a GPU. Else they are part of the engine's.",
         "The numbers are those of the engine's own scheduler (serving/engine/scheduler.py).",
     )
     drawing.lines(20, y + 32, lines, size=12, fill="dim", leading=19)
