@@ -209,12 +209,12 @@ def measure(
     return rates, versions
 
 
-def model_file(name: str, folder: Path) -> Path:
-    """The GGUF file of a shape, written if it is not there."""
-    path = folder / f"random_{name}.gguf"
+def model_file(name: str, folder: Path, *, end: bool = False) -> Path:
+    """The GGUF file of a shape, written if it is not there. end: as in write_random_model."""
+    path = folder / f"random_{name}{'_end' if end else ''}.gguf"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        took = timed(lambda: write_random_model(path, MODELS[name]))
+        took = timed(lambda: write_random_model(path, MODELS[name], end=end))
         print(f"{path.name}: {path.stat().st_size / 1e9:.2f} GB, written in {took:.1f} s")
     return path
 

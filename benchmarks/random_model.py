@@ -24,7 +24,7 @@ BLOCKS = {
     "q8_0": np.dtype([("scale", "<f2"), ("codes", "i1", BLOCK)]),
     "mxfp4": np.dtype([("scale", "u1"), ("codes", "u1", BLOCK // 2)]),
 }
-NORMAL = 1  # a kind of tokens
+NORMAL, CONTROL = 1, 3  # kinds of tokens
 CODE_DEVIATION = {"q4_0": 4.6, "q8_0": 73.9, "mxfp4": 2.8}  # of codes from -8 to 7, of bytes, and of E2M1
 Tensors = list[tuple[str, str, tuple[int, ...]]]  # names in GGUF, types and shapes
 
@@ -239,14 +239,22 @@ def random_numbers(rng: np.random.Generator, name: str, size: tuple[int, ...]) -
     return np.full(size, -1 if name.endswith("ssm_a") else 1, np.float32)
 
 
-def write_random_model(path: Path, shape: Shape | MixtureShape, seed: int = 0, blocks: str | None = None) -> None:
+def write_random_model(
+    path: Path, shape: Shape | MixtureShape, seed: int = 0, blocks: str | None = None, *, end: bool = False
+) -> None:
     """Write the file, a tensor at a time: 4.5 GB of Llama-3-8B take seconds. No token ends a text.
 
-    blocks: of the matrices, or of the experts; by default q4_0, or what the shape says.
+    blocks: of the matrices, or of the experts; by default q4_0, or what the shape says. end: the last token does end a
+    text, which grammars need. Its logit is 0: greedy decoding does not choose it.
     """
     tensors = shape.tensors(blocks or "q4_0") if isinstance(shape, Shape) else shape.tensors(blocks)
     fields = shape.fields() | {"general.name": f"random weights, {shape.layers} layers of {shape.hidden}"}
-    _write(path, fields | _tokenizer("llama-bpe", shape.vocabulary), list(tensors), seed)
+    about, head = _tokenizer("llama-bpe", shape.vocabulary), ""
+    if end:
+        about["tokenizer.ggml.eos_token_id"] = shape.vocabulary - 1
+        about["tokenizer.ggml.token_type"][-1] = CONTROL
+        head = next(name for name in ("output.weight", "token_embd.weight") if any(name == each[0] for each in tensors))
+    _write(path, fields | about, list(tensors), seed, head)
 
 
 def write_random_architecture(path: Path, config: dict[str, Any], tokenizer: str) -> None:
@@ -268,7 +276,8 @@ def write_random_architecture(path: Path, config: dict[str, Any], tokenizer: str
     _write(path, fields | _tokenizer(tokenizer, vocabulary), [(name, *about) for name, about in tensors.items()])
 
 
-def _write(path: Path, fields: dict[str, Any], tensors: list[Any], seed: int = 0) -> None:
+def _write(path: Path, fields: dict[str, Any], tensors: list[Any], seed: int = 0, ending: str = "") -> None:
+    """ending: the matrix whose last row is 0."""
     rng = np.random.default_rng(seed)
     with replacing(path) as file:
         file.write(header_bytes(typed(fields), tensors))
@@ -278,6 +287,8 @@ def _write(path: Path, fields: dict[str, Any], tensors: list[Any], seed: int = 0
                 data = random_numbers(rng, name, size)
             else:
                 data = random_blocks(rng, int(np.prod(size[:-1])), size[-1], kind.lower())
+            if name == ending:
+                data[-1] = 0
             file.write(data.tobytes())
             file.write(b"\0" * (-data.nbytes % ALIGNMENT))
 

@@ -1,8 +1,11 @@
 """Time `billfish serve` for waves of clients: 16, 64 and 256 that stream 128 tokens after prompts of 200, and others.
 
-The model has the sizes of Llama-3-8B and random weights in q4_0; nothing in it ends an answer. It is written to
+The model has the sizes of Llama-3-8B and random weights in q4_0; greedy answers do not end. It is written to
 --models once (4.6 GB, some seconds). Clients run in eight processes. Each case is three waves: the first one comes
 right after the server says that it listens. With --decoder, `generate_batch` of as many prompts is timed first.
+
+Then there are 32 clients in pairs of waves. In the second wave of a pair, one client has a JSON schema, penalties and
+log probabilities: `others_of_plain` is what the other 31 keep of their tokens per second.
 
     python -m benchmarks.serving_waves --device cuda --models /dev/shm --json benchmarks/results/serving_h200.json
 """
@@ -37,6 +40,7 @@ CASES = [
     (64, 2016, 2000, 64),
 ]
 SMALL = [(4, 20, 0, 16), (8, 20, 16, 8)]
+MIXED, SMALL_MIXED = (32, 200, 0, 128), (5, 20, 0, 16)  # one of the clients is heavy
 FIRST = 300  # tokens from here on are plain ones
 
 
@@ -49,6 +53,21 @@ def bodies(clients: int, prompt: int, common: int, answer: int, rng: random.Rand
     start = tokens(common)
     told = {"max_tokens": answer, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     return [{"prompt": start + tokens(prompt - common), **told} for _ in range(clients)]
+
+
+def heavy(body: dict[str, Any]) -> dict[str, Any]:
+    """The same request with a JSON schema, penalties and log probabilities. Its answer has as many tokens."""
+    marks = {"type": "array", "items": {"type": "integer"}, "minItems": body["max_tokens"]}
+    fields = {"name": {"type": "string", "maxLength": 16}, "right": {"type": "boolean"}, "marks": marks}
+    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    asked = {"type": "json_schema", "json_schema": {"name": "marks", "schema": schema}}
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.5}
+    return {**body, **penalties, "logprobs": 5, "response_format": asked}
+
+
+def rate_of_clients(found: Sequence[dict[str, Any]]) -> float:
+    """Tokens per second of all clients, each from its request to its own last token."""
+    return float(sum(each["tokens"] / (each["last"] - each["began"]) for each in found))
 
 
 def summary(found: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -105,6 +124,29 @@ def measure(
     return made
 
 
+def measure_mixed(path: Path, device: str, case: tuple[int, int, int, int], *more: str) -> list[dict[str, Any]]:
+    """Records of pairs of waves: without a heavy client, and where the first of the clients is one (`heavy` is 1)."""
+    rng, made, vocabulary = random.Random(0), list[dict[str, Any]](), load_vocabulary(path)
+    clients, prompt, common, answer = case
+    context = prompt + answer + 16
+    words = f"--device {device} --streams {clients} --queue {clients} --context {context} --no-access-log".split()
+    with billfish_server(str(path), *words, *more) as server, processes(min(8, clients)) as loaders:
+        for number in range(1, WAVES + 1):
+            rates = list[float]()
+            for count in (0, 1):
+                asked = bodies(*case, rng, vocabulary)
+                found = wave(loaders, server.url, [*map(heavy, asked[:count]), *asked[count:]])
+                if any(each["tokens"] != answer for each in found):
+                    raise SystemExit("an answer has ended before its last token")
+                rates.append(rate_of_clients(found[1:]))
+                about = {"clients": clients, "prompt": prompt, "common": common, "answer": answer, "wave": number}
+                others = {"heavy": count, "others_tok_per_s": round(rates[-1], 1)}
+                made.append(about | summary(found) | others)
+            made[-1]["others_of_plain"] = round(rates[1] / rates[0], 3)
+            print(*map(row, made[-2:]), sep="\n", flush=True)
+    return made
+
+
 def load_vocabulary(path: Path) -> int:
     """Tokens of a model."""
     return TextModel.open(path).config.vocabulary
@@ -116,7 +158,10 @@ def row(record: dict[str, Any]) -> str:
     asked = f"{found['clients']:4} clients, {found['prompt']:4} in ({found['common']} common), {found['answer']:4} out"
     first = f"first token {found['first_token_p50_ms']:7.1f} / {found['first_token_p99_ms']:7.1f} ms"
     gap = f"gap {found['gap_p50_ms']:6.2f} / {found['gap_p99_ms']:6.2f} ms, {found['cached_tokens']:g} cached"
-    return f"{asked}, wave {found['wave']}: {found['tok_per_s']:9.1f} tok/s, {first}, {gap}"
+    line = f"{asked}, wave {found['wave']}: {found['tok_per_s']:9.1f} tok/s, {first}, {gap}"
+    if "heavy" in found:
+        line += f", {found['heavy']} heavy: the others {found['others_tok_per_s']:.1f} tok/s"
+    return line + (f", {found['others_of_plain']:.1%} of before" if "others_of_plain" in found else "")
 
 
 def main() -> None:
@@ -126,12 +171,14 @@ def main() -> None:
     parser.add_argument("--models", type=Path, metavar="FOLDER", help="folder that keeps the GGUF file")
     parser.add_argument("--model", type=Path, metavar="FILE", help="a model to use instead (default: a random one)")
     parser.add_argument("--small", action="store_true", help="few clients and tokens, to try the command")
+    parser.add_argument("--mixed", action="store_true", help="nothing but the waves with a heavy client")
     parser.add_argument("--decoder", action="store_true", help="time generate_batch, too")
     parser.add_argument("--fronts", default=None, metavar="N", help="front processes (default: the server's)")
     flags = parser.parse_args()
-    cases = SMALL if flags.small else CASES
+    cases, mixed = (SMALL, SMALL_MIXED) if flags.small else (CASES, MIXED)
+    cases = [] if flags.mixed else cases
     with tempfile.TemporaryDirectory() as passing:
-        path = flags.model or model_file(flags.shape, flags.models or Path(passing))
+        path = flags.model or model_file(flags.shape, flags.models or Path(passing), end=True)
         rates = decoder_rates(path, flags.device, cases) if flags.decoder else {}
         for (clients, answer), rate in rates.items():
             print(f"{clients:4} prompts, {answer} out, generate_batch: {rate:.1f} tok/s")
@@ -146,7 +193,8 @@ def main() -> None:
             records.write(flags.json, told)
 
         more = [] if flags.fronts is None else ["--fronts", flags.fronts]
-        measure(path, flags.device, cases, *more, save=save)
+        found = measure(path, flags.device, cases, *more, save=save) if cases else []
+        save(found + measure_mixed(path, flags.device, mixed, *more))
 
 
 if __name__ == "__main__":

@@ -30,11 +30,17 @@ def test_events_count_whole_however_they_come():
 def test_waves_of_a_small_model(tmp_path):
     path = tmp_path / "tiny.gguf"
     sizes = {"layers": 1, "hidden": 128, "feed_forward": 256, "heads": 4, "kv_heads": 2, "context": 256}
-    write_random_model(path, Shape(vocabulary=600, **sizes))
+    write_random_model(path, Shape(vocabulary=600, **sizes), end=True)
     found = serving_waves.measure(path, "cpu", [(3, 40, 32, 5)], "--fronts", "1")
+    mixed = serving_waves.measure_mixed(path, "cpu", (3, 10, 0, 40), "--fronts", "1")
     assert [record["wave"] for record in found] == [1, 2, 3]
     assert all(record["tok_per_s"] > 0 and record["first_token_p50_ms"] > 0 for record in found)
     assert all("tok/s" in serving_waves.row(record) for record in found)
+    assert [(record["wave"], record["heavy"]) for record in mixed] == [(n, h) for n in (1, 2, 3) for h in (0, 1)]
+    for plain, beside in zip(mixed[::2], mixed[1::2], strict=True):
+        ratio = beside["others_tok_per_s"] / plain["others_tok_per_s"]
+        assert beside["others_of_plain"] == pytest.approx(ratio, abs=0.01)
+        assert "others" in serving_waves.row(beside)
 
 
 def test_prompts_begin_alike_and_differ():

@@ -1,12 +1,12 @@
 """Many requests to one engine with little memory: none lost, none mixed up, and memory stays flat.
 
-    python -m tests.support.serving_soak [--requests 100000] [--json FILE]
+    python -m tests.support.serving_soak [--requests 100000] [--device cpu] [--streams 6] [--json FILE]
 
 Threads send prompts that often begin alike to an engine whose KV cache holds little more than one of the longest, so
 that requests are preempted all the time. Some are cancelled, at once or in the middle; some are left by a client whose
-callback raises; the queue is often full, and then the client comes again; some ask for vectors. In exact mode, each
-answer is compared with what `generate` gives alone. It ends with 1 unless every request ended once, every answer is
-right up to where it was cancelled, everything is free in the end and memory has not grown.
+callback raises; the queue is often full, and then the client comes again; some ask for vectors. In exact mode, on a GPU
+batch-invariant, each answer is compared with what `generate` gives alone. It ends with 1 unless every request ended
+once, every answer is right up to where it was cancelled, everything is free in the end and memory has not grown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 import billfish
 from benchmarks.machine import cpu_name
 from billfish.core.files import write_atomically
-from billfish.llm import Model
+from billfish.core.typing import Activations
+from billfish.llm import Model, cuda_kv_cache
 from billfish.llm.sampler import Sampling
 from billfish.serving.engine.engine import Engine
 from billfish.serving.engine.requests import Chosen, QueueFull, Request
@@ -66,7 +67,7 @@ class Soak:
     engine: Engine
     pool: list[Known]
     requests: int
-    clients: int = 12
+    clients: int
     seed: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -148,6 +149,11 @@ class Soak:
         return "left" if cut and leaves_at else finishes[0]
 
 
+def exact(model: Model) -> Activations | None:
+    """The activations for which an answer has the same bits alone and beside others. On a GPU, x is float16 always."""
+    return "exact" if model.decoder.device == "cpu" else None
+
+
 def known_answers(model: Model, count: int, longest: int, seed: int = 0) -> list[Known]:
     """Requests of random lengths up to `longest` tokens with their answers, alone."""
     rng, most = random.Random(seed), model.config.vocabulary
@@ -158,7 +164,7 @@ def known_answers(model: Model, count: int, longest: int, seed: int = 0) -> list
         prompt += [rng.randrange(4, most) for _ in range(rng.randrange(1, longest // 4))]
         how: dict[str, Any] = {"temperature": rng.choice([0.0, 0.8, 1.5]), "top_p": 0.95, "seed": number}
         how["frequency_penalty"] = rng.choice([0.0, 0.0, 0.4])
-        answer = model.generate(prompt, max_tokens=rng.randint(1, longest // 4), activations="exact", **how)
+        answer = model.generate(prompt, max_tokens=rng.randint(1, longest // 4), activations=exact(model), **how)
         tokens = [token for token in answer.tokens if token not in model.tokenizer.ends]
         request = Request(prompt, len(answer.tokens), Sampling(**how))
         ended = "stop" if len(answer.tokens) > len(tokens) else "length"
@@ -166,12 +172,14 @@ def known_answers(model: Model, count: int, longest: int, seed: int = 0) -> list
     return pool
 
 
-def soak(model: Model, requests: int, *, longest: int = 160) -> tuple[Soak, dict[str, Any]]:
-    """Send them; also a record."""
+def soak(model: Model, requests: int, *, longest: int = 160, streams: int = 6) -> tuple[Soak, dict[str, Any]]:
+    """Send them; also a record. There are twice as many clients as streams, and one less has room in the queue."""
     pool, started = known_answers(model, 60, longest), time.perf_counter()
-    memory = longest + 96
-    with Engine(model, streams=6, context=longest, queue=5, cache_tokens=memory, activations="exact") as engine:
-        found = Soak(engine, pool, requests)
+    about: dict[str, Any] = {"streams": streams, "context": longest, "queue": streams - 1, "activations": exact(model)}
+    with Engine(model, cache_tokens=(longest + 96) * streams // 6, **about) as engine:
+        if model.decoder.device != "cpu":
+            engine._rows_again = 1  # a decode step's rows have other bits than a prompt's, and exact mode knows that
+        found = Soak(engine, pool, requests, clients=2 * streams)
         found.run()
         counts, free = engine.counts(), engine._slots.free
         if (counts.running, counts.waiting, free) != (0, 0, engine.streams):
@@ -196,6 +204,8 @@ def soak(model: Model, requests: int, *, longest: int = 160) -> tuple[Soak, dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda for a GPU (default: %(default)s)")
+    parser.add_argument("--streams", type=int, default=6, help="more are quicker, and preempted less (default: 6)")
     parser.add_argument("--json", metavar="FILE", help="write the record there")
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
@@ -203,8 +213,15 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        write_model(path, Small(context=256, hidden=32))
-        found, record = soak(billfish.llm.load(path, device="cpu"), arguments.requests)
+        if arguments.device == "cpu":
+            write_model(path, Small(context=256, hidden=32))
+            found, record = soak(billfish.llm.load(path, device="cpu"), arguments.requests, streams=arguments.streams)
+        else:
+            write_model(path, Small(context=256, hidden=256, heads=8, feed_forward=512))
+            billfish.BACKENDS["cuda"].batch_invariant = True
+            cuda_kv_cache.SLAB_BYTES = 0  # pages are taken one by one, or there would be more of them than the limit
+            model = billfish.llm.load(path, device=arguments.device)
+            found, record = soak(model, arguments.requests, streams=arguments.streams)
     for name, value in record.items():
         print(f"{name:18} {value}")
     print(*found.wrong[:20], sep="\n")
@@ -212,7 +229,11 @@ def main() -> None:
     grown = memory[-1] / memory[len(memory) // 5] - 1 if len(memory) >= 5 and memory[0] else 0.0
     print(f"memory has grown by {grown:.1%} since the first fifth")
     if arguments.json:
-        about = {"cpu": f"{platform.machine()} {cpu_name()}", "billfish": billfish.__version__}
+        about = {
+            "device": arguments.device,
+            "cpu": f"{platform.machine()} {cpu_name()}",
+            "billfish": billfish.__version__,
+        }
         written = {"about": about, **record, "memory_growth": grown}
         write_atomically(Path(arguments.json), (json.dumps(written, indent=1) + "\n").encode())
     sys.exit(bool(found.wrong) or grown > GROWTH)
