@@ -172,9 +172,12 @@ def known_answers(model: Model, count: int, longest: int, seed: int = 0) -> list
     return pool
 
 
-def soak(model: Model, requests: int, *, longest: int = 160, streams: int = 6) -> tuple[Soak, dict[str, Any]]:
-    """Send them; also a record. There are twice as many clients as streams, and one less has room in the queue."""
-    pool, started = known_answers(model, 60, longest), time.perf_counter()
+def soak(
+    model: Model, requests: int, *, longest: int = 160, streams: int = 6, alone: Model | None = None
+) -> tuple[Soak, dict[str, Any]]:
+    """Send them; also a record. There are twice as many clients as streams, and one less has room in the queue.
+    alone: the same model once more, to answer alone: an engine may use all pages that its model has taken before."""
+    pool, started = known_answers(alone or model, 60, longest), time.perf_counter()
     about: dict[str, Any] = {"streams": streams, "context": longest, "queue": streams - 1, "activations": exact(model)}
     with Engine(model, cache_tokens=(longest + 96) * streams // 6, **about) as engine:
         if model.decoder.device != "cpu":
@@ -220,8 +223,8 @@ def main() -> None:
             write_model(path, Small(context=256, hidden=256, heads=8, feed_forward=512))
             billfish.BACKENDS["cuda"].batch_invariant = True
             cuda_kv_cache.SLAB_BYTES = 0  # pages are taken one by one, or there would be more of them than the limit
-            model = billfish.llm.load(path, device=arguments.device)
-            found, record = soak(model, arguments.requests, streams=arguments.streams)
+            model, alone = (billfish.llm.load(path, device=arguments.device) for _ in range(2))
+            found, record = soak(model, arguments.requests, streams=arguments.streams, alone=alone)
     for name, value in record.items():
         print(f"{name:18} {value}")
     print(*found.wrong[:20], sep="\n")
