@@ -117,7 +117,7 @@ class Cache(ABC):
 
     def make_room(self, positions: int, count: int) -> None:
         """Take memory for so many positions, and for a step that feeds `count` tokens. Raises NoRoom if it ends."""
-        self.reserve(positions)
+        self.reserve(max(positions, len(self.tokens) + count))
 
     def trim(self) -> None:  # noqa: B027  # of most devices, a cache keeps its room
         """Give back memory behind the tokens that are there."""

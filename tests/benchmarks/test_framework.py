@@ -22,6 +22,7 @@ SHARED = {
     "random_model",
     "records",
     "serving_client",
+    "serving_load",
     "tables",
 }
 SHARED |= {"timing"}

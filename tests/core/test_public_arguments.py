@@ -24,10 +24,13 @@ CLASSES = (
 )
 
 
-def unused(function: ast.FunctionDef) -> set[str]:
-    """The parameters that the body never reads. A body without statements, or that only raises, is an interface."""
+def unused(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """The parameters that the body never reads. A body without statements, or that only raises or returns a constant,
+    is an interface."""
     body = [node for node in function.body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
     if not body or all(isinstance(node, (ast.Raise, ast.Pass)) for node in body):
+        return set()
+    if isinstance(body[0], ast.Return) and isinstance(body[0].value, ast.Constant):
         return set()
     a = function.args
     parameters = {each.arg for each in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if each}
@@ -52,7 +55,7 @@ def functions() -> Iterator[tuple[str, Callable[..., object]]]:
 @pytest.mark.parametrize("function", [pytest.param(function, id=name) for name, function in functions()])
 def test_every_argument_is_used(function):
     [node] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    assert isinstance(node, ast.FunctionDef)
+    assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     assert unused(node) == set()
 
 

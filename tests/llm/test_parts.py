@@ -84,7 +84,7 @@ def test_paths_that_hold_no_model_are_named(tmp_path, capsys):
     save_file({"t": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
     (tmp_path / "pickle.bin").write_bytes(b"PK\x03\x04 and so on")
     (tmp_path / "empty").mkdir()
-    no_config = "no config.json. Supported are ernie4_5, gemma,"
+    no_config = "no config.json. Supported are bert, modernbert, ernie4_5, gemma,"
     for path, got in (
         (tmp_path, no_config),
         (tmp_path / "model.safetensors", no_config),
@@ -162,9 +162,8 @@ def test_penalties_of_tokens_that_were_there():
 
 
 def test_only_settings_that_a_gpu_does_not_know_need_scores():
-    assert not Sampling(temperature=1, top_k=5, top_p=0.5, seed=3).sampler([5]).needs_scores
+    assert not Sampling(temperature=1, top_k=5, top_p=0.5, min_p=0.1, seed=3).sampler([5]).needs_scores
     for how in (
-        {"min_p": 0.1},
         {"presence_penalty": 0.1},
         {"frequency_penalty": -0.1},
         {"repetition_penalty": 1.1},

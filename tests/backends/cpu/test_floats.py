@@ -156,12 +156,13 @@ def test_decoder(level, threads):
         "rope": 0,
         "v_norm": False,
         "gated": False,
+        "bidirectional": False,
     }
     parts = {name: matrix(hidden, hidden) for name in ("gate", "up", "down")}
     feed_forward = {"kind": "Dense", "activation": GATES.index("silu"), **parts}
     norms = {"mixer_norm": ones, "feed_forward_norm": ones}
     decoder.add_block({"mixer": attention, "feed_forward": feed_forward, "residual_scale": 1.0, **norms})
-    decoder.set_head(ones, matrix(100, hidden))
+    decoder.set_head({"norm": ones}, matrix(100, hidden))
     x = gaussian((rows, hidden)) * np.float32(2.0**-130)
 
     def results() -> list[np.ndarray]:

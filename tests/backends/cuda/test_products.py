@@ -267,8 +267,8 @@ def test_pages_are_what_the_kernels_take_them_for():
 
 def test_a_launch_takes_what_the_kernel_takes():
     known = {"gemm_small": "mpppppiiii", "gemm_large": "mpppppiiii", "pack": "pppii", "normalize": "ppppppfff"}
-    known |= {"embed": "ppppppppiiif", "rotate": "pppiiipppppppfffiiiiiii", "attend": "ppppppiiiiiif"}
-    known |= {"choose": "pippp", "head_scales": "pppiiiif", "cap": "pif", "layer_inputs": "ppppppiiifff"}
+    known |= {"embed": "pppppppppiiif", "rotate": "pppiiipppppppfffiiiiiii", "attend": "pppppiiiiiif"}
+    known |= {"choose": "pippp", "head_scales": "pppiiiif", "cap": "pif", "layer_inputs": "pppppppiiifff"}
     known |= {"gate": "pppiii", "reorder": "pppi"}
     known |= {"gemm_bytes": "mpppppiiiiii", "quantize_rows": "ppiii", "split_blocks": "ppii"}
     for name, letters in known.items():

@@ -103,7 +103,7 @@ def test_folders_without_a_tokenizer(tmp_path, capsys, others, message):
     [
         ("{", r"cannot read.*tokenizer.json"),
         ('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}', r"cannot read.*tokenizer.json"),
-        ('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}', r"decoder.*ByteLevel, or"),
+        ('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}', r"decoder.*ByteLevel, WordPiece, or"),
     ],
 )
 def test_tokenizers_that_make_no_sense(tmp_path, content, message):
