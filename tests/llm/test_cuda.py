@@ -62,8 +62,8 @@ def test_scores_are_the_cpus(pair, architecture, quantization):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_architecture_gives_the_cpus_logits(tmp_path, monkeypatch, name):
-    """Of random routers a few scores tie, so that a row may take another expert, and all rows behind it see another
-    value: the median row counts, which a wrong mask or norm moves by ten times as much."""
+    """Of random routers a few scores tie, so that a row may take another expert, and rows behind it see other values:
+    the median row counts, and mixtures have a wider bound."""
     write_architecture(tmp_path, name, max_position_embeddings=512)
     cpu, gpu = (load(tmp_path, device=device) for device in ("cpu", "cuda"))
     text = [4 + token % 60 for token in TOKENS]
