@@ -111,6 +111,34 @@ def test_a_trailer_is_no_header(server):
         assert answer_to(client).startswith(b"HTTP/1.1 415 ")
 
 
+def test_a_body_of_tiny_chunks_is_cut(server):
+    """A chunk of a byte costs what a large one does: eight such bodies kept all others waiting for half a minute."""
+    clients = [connect(server) for _ in range(8)]
+    started = time.monotonic()
+    for client in clients:
+        client.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n")
+        assert push(client, b"1\r\n \r\n" * 5000, 9_000_000) < 9_000_000
+        client.close()
+    assert is_healthy(server)
+    assert time.monotonic() - started < 5
+
+
+def test_too_many_chunks_are_told(server):
+    with connect(server) as client:
+        client.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * limits.BODY_CHUNKS)
+        time.sleep(0.2)
+        client.sendall(b"1\r\n \r\n")
+        assert b"more than 16384 chunks" in answer_to(client)
+
+
+def test_a_body_of_many_chunks_is_read(server):
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    with connect(server) as client:
+        client.sendall(POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+        assert answer_to(client).startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_slow_head_is_closed(server, monkeypatch):
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
     with connect(server) as silent, connect(server) as slow:

@@ -9,6 +9,7 @@ HEAD_LINES = 128
 HEAD_SECONDS = 10.0  # to send them in
 BODY_BYTES = 8 * 2**20
 BODY_BRACKETS = 250_000  # lists and objects of a body, whose memory is 20 times their text
+BODY_CHUNKS = 16_384  # of a chunked body: each costs time, however short
 BODY_SECONDS = 60.0  # to send a body in
 BODIES_BYTES = 128 * 2**20  # of all bodies that arrive or wait to be read; beyond it the oldest one is refused
 LINGER_SECONDS = 5.0  # to send the rest of a body whose request was answered

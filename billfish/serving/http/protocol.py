@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 with limits on what no application sees: heads, trailers, pipelines, connections."""
+"""uvicorn's HTTP/1.1 with limits on what no application sees: heads, chunks, trailers, pipelines, connections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from billfish.serving.http.limits import HEAD_BYTES, HEAD_LINES, HEAD_SECONDS, LINGER_SECONDS
+from billfish.serving.http.limits import BODY_CHUNKS, HEAD_BYTES, HEAD_LINES, HEAD_SECONDS, LINGER_SECONDS
 
 SLICE = 16 * 2**10  # bytes that are parsed before the limits are looked at
 
@@ -60,6 +60,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refused = False
         self._in_body = False  # behind a head, before the end of its message
         self._head_bytes = self._head_lines = 0  # of the message that is read
+        self._chunks = 0  # of the body that is read
         self._exceeds = False
         self._quiet_bytes = 0  # since the parser told something: a long line is all that it may hold
         self._timer: asyncio.TimerHandle | None = None
@@ -94,6 +95,8 @@ class LimitedProtocol(HttpToolsProtocol):
             super().data_received(piece)
             if self._exceeds or self._head_bytes + self._quiet_bytes > HEAD_BYTES or self._head_lines > HEAD_LINES:
                 self._refuse(431, f"The headers exceed {HEAD_LINES} lines or {HEAD_BYTES} bytes.")
+            elif self._chunks > BODY_CHUNKS:
+                self._refuse(413, f"The body has more than {BODY_CHUNKS} chunks.")
         if self._unparsed:
             self.flow.pause_reading()
         elif not self._in_body and self._timer is None and not self._is_answering:
@@ -108,7 +111,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refused = True
         self._unparsed.clear()
         self._stop_timer()
-        if not self.transport.is_closing() and not self._is_answering:
+        begun = self._is_answering and (self.cycle.response_started or self.pipeline)
+        if not self.transport.is_closing() and not begun:
             head = b"content-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
             size = b"content-length: %d\r\n\r\n" % len(message)
             self.transport.write(STATUS_LINE[status] + head + size + message.encode())
@@ -143,7 +147,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_body = False
-        self._head_bytes = self._head_lines = self._quiet_bytes = 0
+        self._head_bytes = self._head_lines = self._quiet_bytes = self._chunks = 0
 
     def on_url(self, url: bytes) -> None:
         self._quiet_bytes = 0
@@ -169,10 +173,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_chunk_header(self) -> None:
         """The size of a chunk has come, and maybe what is behind a semicolon."""
         self._quiet_bytes = 0
+        self._chunks += 1
 
     def on_body(self, body: bytes) -> None:
         self._quiet_bytes = 0
-        if not self._exceeds:
+        if not self._exceeds and self._chunks <= BODY_CHUNKS:
             super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -36,7 +36,7 @@ def compiled(folder: Path) -> Path:
     """The library."""
     library = folder / "faults.so"
     command = [
-        "cc",
+        shutil.which("cc") or "gcc",
         "-std=gnu11",
         "-O1",
         "-Wall",

@@ -4,8 +4,12 @@ Each generator makes a case of a seed alone. Workers, processes that do one case
 not end its worker, nor take 5 s twice, nor 64 MB and 8 times its files of memory. It is accepted, or refused by an
 error of ours. A case that breaks a rule is printed with its seed; `--only NAME --seed SEED` runs it alone.
 
+With `--processes`, the attacks on whole processes (kills, failing disks, races, HTTP requests) run in parts of their
+own, beside the cases.
+
 With `--journal`, each range of seeds that is done is a line of the file, with the commit that it ran at. The same
 command goes on behind the last line after an interrupt, and a larger number of cases adds to those that are there.
+`--seconds` begins no range after so long; `--report FILE ...` makes one table of several journals.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +44,8 @@ SECONDS = 5.0
 PATIENCE = 60.0  # for the first case, which waits for its worker to begin
 ROOM, TIMES = 64 << 20, 8  # memory that a case may take: so many bytes, and so many times its files
 ADDRESS_SPACE = 2 << 30  # beyond what a worker has: what is asked for at once and never touched fails, too
-CHUNK = 2500  # cases that one worker does
+CHUNK = 1000  # cases that one worker does
+CHEAP, CHEAP_CHUNK = "mutated files", 10_000  # they cost less than a worker's start
 # Generators by name: their module, and how many of a thousand cases they make.
 GENERATORS = {
     "mutated files": ("mutated_files", "mutated", 901),
@@ -56,9 +61,15 @@ GENERATORS = {
     "packed files": ("packed_files", "packed", 4),
     "calls": ("calls", "calls", 4),
 }
-# Attacks on whole processes, each a function of the module of its name: how many rounds they have at least, and with
-# a million cases.
-PROCESSES = {"races": (100, 500), "kills": (100, 1000), "faults": (100, 500), "server": (5000, 100_000)}
+# Attacks on whole processes, each a function of the module of its name: how many rounds they have at least, with a
+# million cases, and in one part.
+PROCESSES = {
+    "races": (100, 500, 50),
+    "kills": (100, 1000, 50),
+    "faults": (100, 500, 25),
+    "server": (5000, 100_000, 2500),
+}
+PART_SECONDS = 900.0  # for one part
 
 
 Chunk = tuple[str, int, int]  # a generator, the first seed, and the one behind the last
@@ -99,16 +110,18 @@ class Row:
 # ---- in a worker ---------------------------------------------------------------------------------------------------
 
 
-def status(name: str) -> int:
-    """A number of /proc/self/status, in bytes."""
-    told = Path("/proc/self/status").read_bytes().partition(f"\n{name}:".encode())[2]
-    return 1024 * int(told.split(maxsplit=1)[0]) if told else 0
+def status(*names: str) -> list[int]:
+    """Numbers of /proc/self/status, in bytes."""
+    with open("/proc/self/status", "rb", buffering=0) as file:
+        said = file.read(8192)
+    found = [said.partition(b"\n%s:" % name.encode())[2] for name in names]
+    return [1024 * int(told.split(maxsplit=1)[0]) if told else 0 for told in found]
 
 
 def before_a_case() -> int:
     """The memory that there is. The peak begins anew where an earlier one could hide another; that takes a while."""
-    held = status("VmRSS")
-    if status("VmHWM") - held > ROOM // 4:
+    held, peak = status("VmRSS", "VmHWM")
+    if peak - held > ROOM // 4:
         Path("/proc/self/clear_refs").write_text("5")
     return held
 
@@ -143,7 +156,7 @@ def attempted(case: Any, scratch: Path) -> dict[str, Any]:
         outcome = "failed"
         frame = traceback.extract_tb(error.__traceback__)[-1]
         failure = f"{type(error).__name__}: {str(error)[:200]!r} at {Path(frame.filename).name}:{frame.lineno}"
-    seconds, memory = time.perf_counter() - started, max(0, status("VmHWM") - before)
+    seconds, memory = time.perf_counter() - started, max(0, status("VmHWM")[0] - before)
     size = sum(len(content) for content in case.files.values())
     if memory > ROOM + TIMES * size:
         failure = f"{memory >> 20} MB for {size} bytes"
@@ -164,7 +177,7 @@ def worker(generator: str, first: int, last: int, scratch: Path) -> None:
     os.dup2(2, 1)  # what anybody else prints is not a result
     for module in ("tokenizers", "safetensors", "billfish.llm", "numpy.random"):
         importlib.import_module(module)
-    limit = status("VmSize") + ADDRESS_SPACE
+    limit = status("VmSize")[0] + ADDRESS_SPACE
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for seed in range(first, last):
         print(json.dumps(one_case(generator, seed, scratch)), file=results)
@@ -240,58 +253,127 @@ def chunk_of(chunk: Chunk) -> Row:
 
 
 def chunks_of(cases: int, only: str | None = None, first: int = 0) -> list[Chunk]:
-    """About `cases` cases of all generators, or of one, in ranges that start at multiples of CHUNK behind `first`. All
-    generators come forward together."""
+    """About `cases` cases of all generators, or of one, in ranges that start at multiples of their size behind `first`.
+    All generators come forward together."""
     chosen = {name: about[2] for name, about in GENERATORS.items() if only in (None, name)}
     total, found = sum(chosen.values()), list[tuple[float, Chunk]]()
     for name, share in chosen.items():
-        count = max(1, cases * share // total)
-        for start in range(0, count, CHUNK):
-            found.append((start / count, (name, first + start, first + min(start + CHUNK, count))))
+        count, size = max(1, cases * share // total), CHEAP_CHUNK if name == CHEAP else CHUNK
+        for start in range(0, count, size):
+            found.append((start / count, (name, first + start, first + min(start + size, count))))
     return [chunk for _, chunk in sorted(found)]
 
 
-def done_before(journal: Path | None) -> dict[Chunk, Row]:
-    """The ranges of a journal. A line that was cut by an interrupt counts for nothing."""
-    found = dict[Chunk, Row]()
-    for line in journal.read_text().splitlines() if journal is not None and journal.exists() else ():
-        with contextlib.suppress(ValueError):
-            told = json.loads(line)
-            found[told["generator"], told["first"], told["last"]] = Row(**told["row"])
+def parts_of(cases: int) -> list[Chunk]:
+    """The attacks on whole processes, in parts that come forward together."""
+    found = list[tuple[float, Chunk]]()
+    for name, (least, most, size) in PROCESSES.items():
+        count = max(least, cases * most // 10**6)
+        found += [(start / count, (name, start, min(start + size, count))) for start in range(0, count, size)]
+    return [chunk for _, chunk in sorted(found)]
+
+
+def part_of(part: Chunk) -> Row:
+    """What came of one part, in a process of its own."""
+    name, first, last = part
+    command = [sys.executable, __file__, "--part", name, str(first), str(last)]
+    again = f"--part {name} {first} {last}"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS, check=False, timeout=PART_SECONDS)
+        return Row(**json.loads(done.stdout.splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        return Row(name, failed=1, failures={f"no end after {PART_SECONDS:g} s": again})
+    except (IndexError, ValueError):
+        return Row(name, failed=1, failures={f"ended with {done.returncode}: {done.stderr[-500:]}": again})
+
+
+def done_before(*journals: Path | None) -> dict[Chunk, tuple[Row, str]]:
+    """The ranges of journals, with their commits. A line that was cut by an interrupt counts for nothing."""
+    found = dict[Chunk, tuple[Row, str]]()
+    for journal in journals:
+        for line in journal.read_text().splitlines() if journal is not None and journal.exists() else ():
+            with contextlib.suppress(ValueError):
+                told = json.loads(line)
+                found[told["generator"], told["first"], told["last"]] = Row(**told["row"]), told["commit"]
     return found
 
 
-def attack(cases: int, jobs: int, only: str | None = None, first: int = 0, journal: Path | None = None) -> list[Row]:
-    """About `cases` cases of all generators, or of one."""
+def attack(
+    cases: int,
+    jobs: int,
+    only: str | None = None,
+    first: int = 0,
+    journal: Path | None = None,
+    parts: bool = False,
+    seconds: float = float("inf"),
+) -> list[Row]:
+    """About `cases` cases of all generators, or of one. parts: attacks on whole processes, too."""
+    end = time.monotonic() + seconds
     chunks, done = chunks_of(cases, only, first), done_before(journal)
+    if parts:
+        chunks = merged(parts_of(cases), chunks)
     rows = {name: Row(name) for name, _, _ in chunks}
-    for chunk, row in done.items():
-        if chunk in chunks:
-            rows[chunk[0]].include(row)
-    left = [chunk for chunk in chunks if chunk not in done]
+    for chunk in chunks:
+        if chunk in done:
+            rows[chunk[0]].include(done[chunk][0])
+
+    def one(chunk: Chunk) -> Row | None:
+        if time.monotonic() > end:
+            return None
+        return part_of(chunk) if chunk[0] in PROCESSES else chunk_of(chunk)
+
     with ThreadPoolExecutor(jobs) as pool:
-        for chunk, row in zip(left, pool.map(chunk_of, left), strict=True):
-            rows[chunk[0]].include(row)
+        started = {pool.submit(one, chunk): chunk for chunk in chunks if chunk not in done}
+        for future in as_completed(started):
+            (name, start, last), row = started[future], future.result()
+            if row is None:
+                continue
+            rows[name].include(row)
             if journal is not None:
-                name, start, last = chunk
                 about = {"generator": name, "first": start, "last": last, "commit": commit(), "row": asdict(row)}
                 with journal.open("a") as file:
                     print(json.dumps(about), file=file)
     return list(rows.values())
 
 
+def merged(one: list[Chunk], other: list[Chunk]) -> list[Chunk]:
+    """Both lists in their order, so that they come to their ends together."""
+    places = [(i / len(many), chunk) for many in (one, other) for i, chunk in enumerate(many)]
+    return [chunk for _, chunk in sorted(places, key=lambda place: place[0])]
+
+
+def report(journals: list[Path]) -> dict[str, Any]:
+    """All that journals hold: rows with the ranges of their seeds, and the commits."""
+    done = done_before(*journals)
+    rows = {name: Row(name) for name in (*GENERATORS, *PROCESSES)}
+    seeds: dict[str, list[list[int]]] = {name: [] for name in rows}
+    for (name, first, last), (row, _) in sorted(done.items()):
+        rows[name].include(row)
+        if seeds[name] and seeds[name][-1][1] == first:
+            seeds[name][-1][1] = last
+        else:
+            seeds[name].append([first, last])
+    commits = sorted({commit for _, commit in done.values()})
+    return {
+        "commits": commits,
+        "rows": [asdict(row) | {"seeds": seeds[name]} for name, row in rows.items() if row.cases],
+    }
+
+
 def commit() -> str:
     """The one that is checked out."""
+    if known := os.environ.get("ATTACK_COMMIT"):  # where there is no git
+        return known
     asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=TESTS, check=False)
     return asked.stdout.strip()[:12]
 
 
-def of_processes(name: str, count: int) -> Row:
-    """So many races, or kills."""
-    rounds = getattr(importlib.import_module(f"attack.{name}"), name)(count)
-    failures = dict.fromkeys(rounds.failures, f"attack.{name}.{name}({count})")
+def of_processes(name: str, first: int, last: int) -> Row:
+    """One part of the attacks on whole processes. `first` is its seed, too."""
+    rounds = getattr(importlib.import_module(f"attack.{name}"), name)(last - first, first)
+    failures = dict.fromkeys(rounds.failures, f"--part {name} {first} {last}")
     numbers = rounds.cases, rounds.accepted, rounds.refused, rounds.worst_seconds, rounds.worst_memory
-    return Row(rounds.generator, *numbers, len(rounds.failures), failures)
+    return Row(name, *numbers, len(rounds.failures), failures)
 
 
 def table(rows: list[Row]) -> str:
@@ -315,22 +397,34 @@ def main() -> None:
     parser.add_argument(
         "--processes", action="store_true", help="races, kills, failing disks and HTTP requests as well"
     )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after so long")
+    parser.add_argument("--report", type=Path, nargs="+", help="run nothing; print what these journals hold as JSON")
+    parser.add_argument("--part", nargs=3, help="one part of an attack on whole processes: name, first, last")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)  # generator, first and last seed, folder
     arguments = parser.parse_args()
     if arguments.worker:
         name, first, last, scratch = arguments.worker
         return worker(name, int(first), int(last), Path(scratch))
+    if arguments.part:
+        name, first, last = arguments.part
+        return print(json.dumps(asdict(of_processes(name, int(first), int(last)))))
+    if arguments.report:
+        return print(json.dumps(report(arguments.report), indent=1))
     if arguments.seed is not None:
         with tempfile.TemporaryDirectory() as scratch:
             print(json.dumps(one_case(arguments.only, arguments.seed, Path(scratch)), indent=1))
         return None
     if arguments.journal:
         arguments.journal.parent.mkdir(parents=True, exist_ok=True)
-    rows = attack(arguments.cases, arguments.jobs, arguments.only, arguments.first, arguments.journal)
-    if arguments.processes:
-        rows += [
-            of_processes(name, max(least, arguments.cases * most // 10**6)) for name, (least, most) in PROCESSES.items()
-        ]
+    rows = attack(
+        arguments.cases,
+        arguments.jobs,
+        arguments.only,
+        arguments.first,
+        arguments.journal,
+        arguments.processes,
+        arguments.seconds,
+    )
     print(table(rows))
     for row in rows:
         for failure, command in list(row.failures.items())[:20]:

@@ -5,6 +5,9 @@ end, slow ones, half-closed connections, odd JSON, schemas and tools that are bo
 stage. Rounds of that take turns with rounds of quiet, and in both another process asks the same completion again and
 again, as an ordinary client does.
 
+`--beside SECONDS` attacks in one way at a time, each for so long between as long a quiet, and says what the ordinary
+client's time was in both. `--model` serves another model than the small one.
+
 An attack has failed if a request is answered with a 500, with what is no HTTP, or not within its time; if an ordinary
 answer is another one than before; if the server ends, logs a traceback, keeps descriptors or requests, or grows.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import contextvars
 import http.client
 import json
 import os
@@ -53,6 +57,7 @@ GROWTH = 64 << 20  # bytes that the server may have more in the end
 QUIET_SECONDS, ROUND = 4.0, 5000  # seconds of a quiet round, and requests of another one
 ORDINARY = {"prompt": "the sea is wide", "max_tokens": 64, "temperature": 0, "logit_bias": {"1": -100}}
 MESSAGES = [{"role": "user", "content": "hi"}]
+KIND: contextvars.ContextVar[str] = contextvars.ContextVar("KIND", default="ordinary")
 # An ordinary body for each path.
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a b", "max_tokens": 2, "temperature": 0.5, "seed": 1, "stop": ["x"], "n": 1},
@@ -96,7 +101,7 @@ class Attacked:
     sent: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    worst_seconds: float = 0.0
+    worst_seconds: dict[str, float] = field(default_factory=dict)  # from the end of what is sent, by kind of attack
 
     async def exchange(
         self,
@@ -129,7 +134,8 @@ class Attacked:
         except asyncio.TimeoutError:
             raise AssertionError(f"no end after {seconds:g} s; sent {data[:200]!r}, came {came[:200]!r}") from None
         finally:
-            self.worst_seconds = max(self.worst_seconds, time.monotonic() - started)
+            kind, took = KIND.get(), time.monotonic() - started
+            self.worst_seconds[kind] = max(self.worst_seconds.get(kind, 0.0), took)
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
@@ -363,16 +369,24 @@ def text_of(body: bytes) -> bytes:
     return str(json.loads(body)["choices"][0]["text"]).encode()
 
 
-async def send(server: Attacked, requests: int, clients: int, rng: random.Random) -> None:
-    """So many requests, of so many clients at once."""
-    left = requests
+async def send(
+    server: Attacked,
+    requests: float,
+    clients: int,
+    rng: random.Random,
+    kinds: dict[Attack, int] | None = None,
+    until: float = float("inf"),
+) -> None:
+    """So many requests, of so many clients at once; none begins after `until`."""
+    left, kinds = requests, kinds or KINDS
 
     async def client() -> None:
         nonlocal left
-        while left > 0:
-            seed, kind = rng.randrange(2**32), rng.choices(list(KINDS), list(KINDS.values()))[0]
+        while left > 0 and time.monotonic() < until:
+            seed, kind = rng.randrange(2**32), rng.choices(list(kinds), list(kinds.values()))[0]
             left -= 1
             name = kind.__name__
+            KIND.set(name)
             try:
                 count = await asyncio.wait_for(kind(server, random.Random(seed)), WHOLE_SECONDS)
             except Exception as error:
@@ -461,16 +475,29 @@ async def is_idle(server: Attacked, seconds: float = 30.0) -> bool:
 
 
 def attack(
-    requests: int, seed: int = 0, clients: int = 16, with_neighbor: bool = True
+    requests: int,
+    seed: int = 0,
+    clients: int = 16,
+    with_neighbor: bool = True,
+    beside: float = 0.0,
+    model: Path | None = None,
+    more: tuple[str, ...] = (),
 ) -> tuple[Attacked, dict[str, Any]]:
-    """So many requests in rounds; the server, and a record of what happened."""
+    """So many requests in rounds, or so many seconds of each attack; the server, and a record of what happened."""
     sys.setrecursionlimit(50_000)  # for `json`, which writes schemas in schemas
     with tempfile.TemporaryDirectory(prefix="billfish-attack-") as place:
-        model, log = Path(place, "small.gguf"), Path(place, "log")
-        write_model(model, Small(context=256, hidden=256, layers=4, feed_forward=512))
-        words = ("--streams", "8", "--queue", "32", "--context", "256", "--no-access-log", "--threads", "1")
+        log, rng = Path(place, "log"), random.Random(seed)
+        if model is None:
+            model = Path(place, "small.gguf")
+            write_model(model, Small(context=256, hidden=256, layers=4, feed_forward=512))
+        words = ("--streams", "8", "--queue", "32", "--context", "256", "--no-access-log", "--threads", "1", *more)
         with served(model, log, *words) as (process, server):
-            record = asyncio.run(_attack(server, process.pid, requests, random.Random(seed), clients, with_neighbor))
+            attacking = (
+                _beside(server, beside, rng, clients)
+                if beside
+                else _attack(server, process.pid, requests, rng, clients, with_neighbor)
+            )
+            record = asyncio.run(attacking)
             process.send_signal(signal.SIGTERM)
             try:
                 status = process.wait(30)
@@ -526,9 +553,37 @@ async def _attack(
     }
 
 
+async def _beside(server: Attacked, seconds: float, rng: random.Random, clients: int) -> dict[str, Any]:
+    """How long the ordinary client waits beside each attack, and before and after it."""
+    first = await server.exchange(request("/v1/completions", json.dumps(ORDINARY).encode()), answers=1, half=False)
+    server.expected = text_of(first[0][1])
+    spans = dict[str, list[tuple[float, float]]]()
+    with neighbor(server) as lines:
+        while not lines.stat().st_size:
+            await asyncio.sleep(0.1)
+        for kind in KINDS:
+            begin = time.monotonic()
+            await asyncio.sleep(seconds / 2)
+            middle = time.monotonic()
+            await send(server, float("inf"), clients, rng, {kind: 1}, middle + seconds)
+            end = time.monotonic()
+            if not await is_idle(server):
+                server.failures.append("requests are left")
+            calm = time.monotonic()
+            await asyncio.sleep(seconds / 2)
+            spans[kind.__name__] = [(begin, middle), (middle, end), (calm, time.monotonic())]
+        asked = [json.loads(line) for line in lines.read_text().splitlines()]
+    found = {}
+    for name, (before, attacked, after) in spans.items():
+        quiet, beside = _times(asked, [before, after]), _times(asked, [attacked])
+        ratio = beside["median"] / quiet["median"] if "median" in beside else float("inf")
+        found[name] = {"requests": server.sent[name], "quiet": quiet, "attacked": beside, "ratio": ratio}
+    return {"clients": clients, "worst_seconds": server.worst_seconds, "neighbor": found}
+
+
 def _times(asked: list[tuple[float, float, int]], spans: list[tuple[float, float]]) -> dict[str, float]:
-    """Of the answers that were asked and given within these spans."""
-    inside = [one for one in asked if any(first <= one[0] and one[0] + one[1] <= last for first, last in spans)]
+    """Of the answers that were asked within these spans."""
+    inside = [one for one in asked if any(first <= one[0] < last for first, last in spans)]
     times = sorted(seconds for _, seconds, status in inside if status == 200)
     if len(times) < 2:
         return {"answers": len(times)}
@@ -542,11 +597,12 @@ def _times(asked: list[tuple[float, float, int]], spans: list[tuple[float, float
 
 
 def server(count: int, seed: int = 0) -> Rounds:
-    """A row of the attack's table."""
-    attacked, record = attack(count, seed)
+    """A row of the attack's table. Who sends no whole head is left alone for 10 s: its time is not the server's."""
+    attacked, record = attack(count, seed, clients=24, with_neighbor=False)
     good = sum(n for status, n in attacked.statuses.items() if status == 200)
     row = Rounds("http requests", attacked.sent.total(), good, attacked.statuses.total() - good)
-    row.worst_seconds, row.failures = attacked.worst_seconds, list(map(str, attacked.failures))
+    row.failures = list(map(str, attacked.failures))
+    row.worst_seconds = max(took for kind, took in attacked.worst_seconds.items() if kind != "silent")
     row.worst_memory = max(0, record["held_after"]["bytes"] - record["held_before"]["bytes"])
     return row
 
@@ -557,11 +613,21 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--beside", type=float, default=0.0)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--fronts", default="0")
     parser.add_argument("--neighbor", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.neighbor:
         return ask_again_and_again(arguments.neighbor[0], int(arguments.neighbor[1]))
-    _, record = attack(arguments.requests, arguments.seed, arguments.clients)
+    _, record = attack(
+        arguments.requests,
+        arguments.seed,
+        arguments.clients,
+        beside=arguments.beside,
+        model=arguments.model,
+        more=("--fronts", arguments.fronts),
+    )
     text = json.dumps({"seed": arguments.seed, **record}, indent=1)
     print(text)
     if arguments.json:
