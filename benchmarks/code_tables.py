@@ -203,11 +203,8 @@ def server_limits() -> str:
         ["request line, headers and trailers", f"{limits.HEAD_BYTES >> 10} KiB, {limits.HEAD_LINES} lines", "431"],
         ["time to send them", f"{limits.HEAD_SECONDS:g} s", "408"],
         ["connections", f"{limits.CONNECTIONS:,}, or what `ulimit -n` leaves", "the oldest idle one is closed"],
-        [
-            "body",
-            f"{limits.BODY_BYTES // mib} MiB, {limits.BODY_BRACKETS:,} lists and objects, {limits.BODY_CHUNKS:,} chunks",
-            "413",
-        ],
+        ["body", f"{limits.BODY_BYTES // mib} MiB, {limits.BODY_BRACKETS:,} lists and objects", "413"],
+        ["chunks of a body", f"{limits.BODY_CHUNKS:,}", "413"],
         ["time to send a body", f"{limits.BODY_SECONDS:g} s", "408"],
         ["all bodies that arrive together", f"{limits.BODIES_BYTES // mib} MiB", "503 for the oldest"],
         ["messages, tokens of a prompt", "`--context`", "400"],

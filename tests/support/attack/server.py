@@ -55,7 +55,8 @@ WHOLE_SECONDS = 60.0  # for all of an attack, sending included
 KNOWN_STATUSES = {200, 400, 401, 404, 405, 408, 413, 415, 421, 426, 429, 431, 503}
 GROWTH = 64 << 20  # bytes that the server may have more in the end
 QUIET_SECONDS, ROUND = 4.0, 5000  # seconds of a quiet round, and requests of another one
-ORDINARY = {"prompt": "the sea is wide", "max_tokens": 64, "temperature": 0, "logit_bias": {"1": -100}}
+ORDINARY: dict[str, Any] = {"prompt": "the sea is wide", "temperature": 0, "logit_bias": {"1": -100}}
+ORDINARY["max_tokens"] = int(os.environ.get("ATTACK_TOKENS", 64))
 MESSAGES = [{"role": "user", "content": "hi"}]
 KIND: contextvars.ContextVar[str] = contextvars.ContextVar("KIND", default="ordinary")
 # An ordinary body for each path.
@@ -576,7 +577,7 @@ async def _beside(server: Attacked, seconds: float, rng: random.Random, clients:
     found = {}
     for name, (before, attacked, after) in spans.items():
         quiet, beside = _times(asked, [before, after]), _times(asked, [attacked])
-        ratio = beside["median"] / quiet["median"] if "median" in beside else float("inf")
+        ratio = beside["median"] / quiet["median"] if "median" in beside and "median" in quiet else None
         found[name] = {"requests": server.sent[name], "quiet": quiet, "attacked": beside, "ratio": ratio}
     return {"clients": clients, "worst_seconds": server.worst_seconds, "neighbor": found}
 
