@@ -273,3 +273,51 @@ def test_threads_that_live_on_give_memory_back():
     run = [sys.executable, "-c", MEMORY_OF_THREADS]
     grown = int(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
     assert grown < 100
+
+
+# ---- sums of magnitudes beyond float32 ------------------------------------------------------------------------------
+
+
+def cancelling(m: int, k: int) -> np.ndarray:
+    """Rows whose terms are large, and whose sums with weights of 1 are small beside them."""
+    x = gaussian((m, k)) * np.float32(1e30)
+    x[:, :3], x[:, k // 2 : k // 2 + 3], x[:, -1] = 2e38, -2e38, 1e38
+    x[m // 2] = gaussian((k,))  # an ordinary row between them
+    return x
+
+
+@pytest.mark.parametrize(
+    ("level", "format", "activations"), diagonal(6, _cpu.levels(), bf.FORMATS.values(), ["exact", "q16", "q8"])
+)
+@pytest.mark.parametrize("m", [1, 3, 16, 33])
+def test_a_finite_y_is_finite_however_large_its_terms(level, format, activations, m):
+    k, backend = max(2 * columns_of(format), 256), backend_at(level)
+    q, x = bf.quantize(np.ones((20, k), np.float32), format), cancelling(m, k)
+    w, bias = bf.dequantize(q).astype(np.float64), gaussian((20,))
+    y = multiply(backend, x, backend.pack(q), bias=bias, activations=activations)
+    expected, sizes = (
+        x.astype(np.float64) @ w.T + bias,
+        np.abs(x).astype(np.float64) @ magnitude(q).T.astype(np.float64),
+    )
+    assert np.isfinite(y).all()
+    if activations == "exact":
+        assert (np.abs(y - expected) <= k * 2.0**-23 * sizes).all()
+    alone = multiply(backend, x[m // 2 : m // 2 + 1], backend.pack(q), bias=bias, activations=activations)
+    np.testing.assert_allclose(y[m // 2], alone[0], rtol=1e-4, atol=1e-3)
+
+
+def test_overflow_is_mended_where_y_takes_the_place_of_x():
+    q, x = bf.quantize(np.ones((256, 256), np.float32), "q4_0"), cancelling(16, 256)
+    expected = bf.quantized_linear(x, q)
+    assert np.isfinite(expected).all()
+    assert_same_bits(bf.quantized_linear(x, q, out=x), expected)
+
+
+def test_what_is_infinite_stays_infinite():
+    q = bf.quantize(np.ones((8, 256), np.float32), "q4_0")
+    x = np.full((3, 256), 1e38, np.float32)
+    x[1], x[2, 0] = -1e38, np.nan
+    y = bf.quantized_linear(x, q)
+    assert (y[0] == np.inf).all()
+    assert (y[1] == -np.inf).all()
+    assert np.isnan(y[2]).all()

@@ -8,7 +8,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
+#include <functional>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -193,6 +195,42 @@ struct LentRows {
   }
 };
 
+bool all_finite(const float* values, int64_t count) {
+  uint32_t lanes[8] = {};  // a sign where an exponent is all ones
+  auto look = [](float value, uint32_t& lane) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    lane |= (bits & 0x7fffffff) + 0x00800000;
+  };
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8)
+    for (int lane = 0; lane < 8; lane++) look(values[i + lane], lanes[lane]);
+  for (; i < count; i++) look(values[i], lanes[0]);
+  return !(std::accumulate(lanes, lanes + 8, 0u, std::bit_or<uint32_t>()) >> 31);
+}
+
+// Sums of large terms overflow on the way to a finite y. Where y is not finite and its row of x is, the row is multiplied again with
+// 2^-64 of x: what that loses is far below the rounding of terms of 2^128. Each row alone, so that its bits are the same in any batch.
+void mend_overflow(const Level& level, const LinearInto& product, const float* x, int64_t m, int digits) {
+  constexpr float DOWN = 0x1p-64f;
+  constexpr double UP = 0x1p64;
+  const int64_t n = product.weights.n, k = product.weights.k;
+  if (all_finite(product.y, m * n)) return;
+  std::vector<float> row(static_cast<size_t>(k)), again(static_cast<size_t>(n));
+  for (int64_t i = 0; i < m; i++) {
+    float* y = product.y + i * n;
+    const float* from = x + i * k;
+    if (all_finite(y, n) || !all_finite(from, k)) continue;
+    std::transform(from, from + k, row.begin(), [](float value) { return value * DOWN; });
+    Rows rows;
+    rows.begin(level, 1, k, digits);
+    rows.take({&product.weights}, row.data());
+    rows.multiply({{product.weights, nullptr, again.data()}});
+    for (int64_t j = 0; j < n; j++)
+      if (!std::isfinite(y[j])) y[j] = float(double(again[size_t(j)]) * UP + (product.bias ? double(product.bias[j]) : 0.0));
+  }
+}
+
 // Those that begin a list and have one x, made together; how many these are.
 size_t multiply_one_x(const ProductArrays* all, size_t count) {
   const LentRows lent;
@@ -209,9 +247,18 @@ size_t multiply_one_x(const ProductArrays* all, size_t count) {
     kinds.push_back(&weights.emplace_back(d->weights(level, bytes.data())));
     products.push_back({weights.back(), added ? added->data() : nullptr, out.data()});
   }
-  rows.begin(level, int64_t(x.shape(0)), int64_t(x.shape(1)), digits);
-  rows.take(kinds, x.data());
+  const int64_t m = int64_t(x.shape(0)), k = int64_t(x.shape(1));
+  const float* source = x.data();
+  std::vector<float> copy;  // where y takes the place of x
+  for (const LinearInto& product : products)
+    if (copy.empty() && product.y < x.data() + m * k && x.data() < product.y + m * product.weights.n) {
+      copy.assign(x.data(), x.data() + m * k);
+      source = copy.data();
+    }
+  rows.begin(level, m, k, digits);
+  rows.take(kinds, source);
   rows.multiply(products);
+  for (const LinearInto& product : products) mend_overflow(level, product, source, m, digits);
   return products.size();
 }
 
