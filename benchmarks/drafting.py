@@ -1,39 +1,56 @@
 """Time drafting beside plain decoding of the same model, in turns, on three kinds of answers.
 
 SmolLM2-135M-Instruct, greedy. Every drafted answer is compared with the plain one: they must be the same.
+
+With --device cuda it also times decode steps of a random model with the sizes of Llama-3-8B, by the rows that a
+sequence has in them. A random model has no answers: how many drafts are right comes from SmolLM2, and is replayed with
+these times.
 """
 
 from __future__ import annotations
 
 import platform
 import statistics
-from typing import Any
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from benchmarks import command, machine, records
+from billfish.backends import BACKENDS
 from billfish.backends.cpu import _cpu
 from billfish.core.typing import Activations
 from billfish.llm import load
+from billfish.llm.drafting.drafter import MOST_DRAFTED, Controller
+from billfish.llm.drafting.ngram import NgramDrafter
 from billfish.llm.generation import Generation
 from billfish.llm.model import Model
+from billfish.llm.sampler import Sampling
 
-CODE = """\
-def read_sizes(path):
-    sizes = {}
-    with open(path) as file:
-        for line in file:
-            name, size = line.split()
-            sizes[name] = int(size)
-    return sizes
+SETTINGS = """\
+[server]
+host = 127.0.0.1
+port = 8080
+workers = 4
+timeout = 30
 
+[database]
+url = postgres://localhost/shop
+pool = 10
+timeout = 5
 
-def largest(sizes, count):
-    names = sorted(sizes, key=sizes.get, reverse=True)
-    return names[:count]
+[cache]
+kind = redis
+host = 127.0.0.1
+port = 6379
+seconds = 3600
 
-
-def print_table(sizes, count):
-    for name in largest(sizes, count):
-        print(f"{name:30} {sizes[name]:12}")
+[mail]
+host = smtp.example.org
+port = 587
+user = shop
+sender = shop@example.org
 """
 STORY = """\
 The lighthouse keeper climbed one hundred and twelve steps every evening. At the top he trimmed the lamp, wound the
@@ -41,30 +58,41 @@ clockwork and wrote the weather into a book with a blue cover. "The sea forgets 
 does the book." When the lamp was electrified in 1931, the company sent a letter that thanked him for his service. He
 stayed, unpaid, and wrote the weather into the book until the winter of 1944.
 """
+
+
+class Workload(NamedTuple):
+    prompt: str
+    stop: tuple[str, ...] = ()
+
+
 # The beginning of each answer is given, so that a small model does what it is asked.
 WORKLOADS = {
-    "rewrite a file": (
-        f"```python\n{CODE}```\nThe same file with the function largest renamed to biggest:\n```python\n"
-        + CODE.split("def largest")[0]
+    "rewrite a file": Workload(
+        f"The file shop.ini:\n```\n{SETTINGS}```\n\nThe file shop.ini again, with 8 workers instead of 4:\n```\n"
+        "[server]\nhost = 127.0.0.1\nport = 8080\nworkers = 8\n",
+        ("```",),
     ),
-    "summarize and quote": (
+    "summarize and quote": Workload(
         f"Text:\n{STORY}\nThe most important sentences of the text, word for word:\n1. The lighthouse keeper"
     ),
-    "free text": "Once upon a time, in a small village at the edge of a dark forest, there lived",
+    "free text": Workload("Once upon a time, in a small village at the edge of a dark forest, there lived"),
 }
 TOKENS, ROUNDS = 160, 5
+STEPS, CONTEXT = 40, 512  # that are timed of each number of rows, behind so many tokens
 
 
-def answer(model: Model, prompt: str, draft: str | None, activations: Activations) -> Generation:
-    return model.generate(prompt, raw=True, max_tokens=TOKENS, temperature=0, draft=draft, activations=activations)
+def answer(model: Model, workload: str, draft: str | None, activations: Activations | None) -> Generation:
+    prompt, stop = WORKLOADS[workload]
+    how: dict[str, Any] = {"raw": True, "max_tokens": TOKENS, "temperature": 0, "stop": stop}
+    return model.generate(prompt, draft=draft, activations=activations, **how)
 
 
-def measure(model: Model, workload: str, activations: Activations, rounds: int) -> dict[str, Any]:
+def measure(model: Model, workload: str, activations: Activations | None, rounds: int) -> dict[str, Any]:
     """Tokens a second without and with n-gram drafts, the best of several rounds in turns."""
     rates: dict[str, list[float]] = {"plain": [], "ngram": []}
     for _ in range(rounds):
-        plain = answer(model, WORKLOADS[workload], None, activations)
-        drafted = answer(model, WORKLOADS[workload], "ngram", activations)
+        plain = answer(model, workload, None, activations)
+        drafted = answer(model, workload, "ngram", activations)
         if drafted.tokens != plain.tokens:
             raise AssertionError(f"{workload}: a draft changed the answer")
         rates["plain"].append(plain.generation_rate)
@@ -83,29 +111,97 @@ def measure(model: Model, workload: str, activations: Activations, rounds: int) 
     }
 
 
-def measured(threads: int, rounds: int) -> dict[str, Any]:
+# ---- the rows of a step ----------------------------------------------------------------------------------------------
+
+
+def step_seconds(model: Model, rows: Sequence[int]) -> dict[int, float]:
+    """How long a step takes with so many rows of a sequence, in turns; and as key 0 a token of an answer without
+    drafts, where the next step may begin before its token is read."""
+    decoder, cache = model.decoder, model.cache()
+    sampler = Sampling().sampler()
+    decoder.choose([(cache, [5 + i % 1000 for i in range(CONTEXT)])], [sampler], None)
+    found: dict[int, list[float]] = {count: [] for count in (0, *rows)}
+    for _ in range(STEPS):
+        for count in rows:
+            started = time.perf_counter()
+            decoder.verify([(cache, [7])], [sampler], [[9] * (count - 1)], None)
+            found[count].append(time.perf_counter() - started)
+            cache.rollback(CONTEXT)
+    plain = model.generate([7] * CONTEXT, max_tokens=4 * STEPS, temperature=0)
+    seconds = {count: statistics.median(times) for count, times in found.items() if times}
+    return {0: plain.generation_seconds / (len(plain.tokens) - 1), **seconds}
+
+
+def replay(prompt: Sequence[int], tokens: Sequence[int], seconds: Mapping[int, float]) -> float:
+    """How many times as fast as plain decoding an answer comes with n-gram drafts, if steps take so long."""
+    drafter, known, passed = NgramDrafter(), [*prompt, tokens[0]], 0.0
+    controller, end = Controller(MOST_DRAFTED, drafter.acceptance), len(prompt) + len(tokens)
+    whole = [*prompt, *tokens]
+    while len(known) < end:
+        kind = drafter.kind(known)
+        most = 0 if kind is None else min(controller.length(kind), end - len(known) - 1)
+        draft = drafter.draft(known, most) if most > 0 else []
+        behind = whole[len(known) :]
+        right = next((i for i, guess in enumerate(draft) if guess != behind[i]), len(draft))
+        controller.note(len(draft), right, seconds[1 + len(draft)], kind or 0)
+        passed += seconds[1 + len(draft)]
+        known += behind[: right + 1]
+    return (len(tokens) - 1) * seconds[0] / passed
+
+
+def rows_of_8b(model: Model) -> dict[str, Any]:
+    """Step times of an 8B model, and what SmolLM2's answers would gain with them."""
+    from benchmarks.random_model import SHAPES, write_random_model
+
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "model.gguf"
+        write_random_model(path, SHAPES["8b"])
+        large = load(path, device=model.decoder.device)
+    seconds = step_seconds(large, range(1, MOST_DRAFTED + 2))
+    gains = {}
+    for name, workload in WORKLOADS.items():
+        prompt = model.tokenize(workload.prompt)
+        gains[name] = replay(prompt, answer(model, name, None, None).tokens, seconds)
+    return {"step_seconds": seconds, "replayed": gains}
+
+
+def measured(device: str, threads: int, rounds: int) -> dict[str, Any]:
     """The records of this machine."""
-    _cpu.set_threads(threads)
-    model = load(device="cpu")
-    kinds: tuple[Activations, ...] = ("q8", "q16")
-    found = [measure(model, workload, kind, rounds) for kind in kinds for workload in WORKLOADS]
     about = {"machine": platform.machine(), "cpu": machine.cpu_name(), "threads": threads}
+    more: dict[str, Any] = {}
+    kinds: tuple[Activations | None, ...] = ("q8", "q16")
+    if device == "cpu":
+        _cpu.set_threads(threads)
+    else:
+        BACKENDS["cuda"].batch_invariant, kinds = True, (None,)
+    model = load(device=device)
+    found = [measure(model, workload, kind, rounds) for kind in kinds for workload in WORKLOADS]
+    if device != "cpu":
+        more["8b"] = rows_of_8b(model)
     about |= {"kernels": model.decoder.kernels, **machine.versions("numpy"), **machine.today()}
-    return {"about": about, "records": found}
+    return {"about": about, "records": found, **more}
 
 
 def main() -> None:
     parser = command.parser(__spec__, __doc__, threads=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"rounds in turns (default: {ROUNDS})")
     flags = parser.parse_args()
-    results = measured(flags.threads, flags.rounds)
+    results = measured(flags.device, flags.threads, flags.rounds)
     for record in results["records"]:
         plain, drafted = record["plain_tok_per_s"], record["ngram_tok_per_s"]
         print(
-            f"{record['activations']:4} {record['workload']:20} plain {plain:6.1f} tok/s, drafted {drafted:6.1f}",
+            f"{record['activations'] or '':4} {record['workload']:20} plain {plain:6.1f} tok/s, drafted {drafted:6.1f}",
             end="",
         )
         print(f", ratio {record['ratio']:.2f}, {record['tokens_per_step']:.2f} tokens a step")
+    if "8b" in results:
+        seconds = results["8b"]["step_seconds"]
+        print(f"8B, a token without drafts {seconds[0] * 1e6:.0f} us")
+        for rows in range(1, MOST_DRAFTED + 2):
+            print(f"8B, {rows} rows {seconds[rows] * 1e6:.0f} us, {seconds[rows] / seconds[1]:.3f} of one row")
+        for workload, gain in results["8b"]["replayed"].items():
+            print(f"8B, {workload}: {gain:.2f} times plain")
     records.write(flags.json, results)
 
 

@@ -26,6 +26,7 @@ from billfish.core.files import read_text
 from billfish.core.terminal import Style
 from billfish.llm.chat_template import Message, start_process
 from billfish.llm.drafting.draft_model import check_vocabulary
+from billfish.llm.drafting.drafter import check_draft_length
 from billfish.llm.generation import Generation
 from billfish.llm.kv_cache import Cache
 from billfish.llm.model import Model
@@ -73,8 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         metavar="DRAFTER",
-        help="draft several tokens a step on the CPU, for the same answer: ngram (look-up in the prompt and answer), "
+        help="draft several tokens a step, for the same answer: ngram (look-up in the prompt and answer), "
         "the GGUF file or folder of a small model with the same vocabulary, or off (default: off)",
+    )
+    parser.add_argument(
+        "--draft-length", type=int, metavar="N", help="draft at most N tokens a step, from 1 to 7 (default: 7)"
     )
     add_lora_argument(parser, "name of it; the last one answers")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else (default: off)")
@@ -144,6 +148,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.context is not None and not 1 <= arguments.context <= model.config.context:
         most = f"the context length of {readable(model.config.name)} is {model.config.context} tokens"
         raise DataError(f"run: --context {arguments.context} does not fit: {most}.")
+    check_draft_length("run", arguments.draft_length)
     if arguments.draft not in (None, "ngram", "off"):
         arguments.draft = _load_draft(arguments.draft, model)
     if chat:
@@ -252,6 +257,7 @@ def _generate(
         seed=secrets.randbits(32) if a.seed is None else a.seed,
         stop=a.stop,
         draft=a.draft,
+        draft_length=a.draft_length,
         activations=a.activations,
         cache=cache,
         adapter=a.lora[-1][0] if a.lora else None,

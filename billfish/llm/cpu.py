@@ -26,10 +26,10 @@ from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import Activations, CacheType
 from billfish.llm.adapters import AdaptedMatrix
-from billfish.llm.decoder_base import Decoder, Passage
+from billfish.llm.decoder_base import Decoder, Passage, with_drafts
 from billfish.llm.kv_cache import Cache, Floats
 from billfish.llm.model_weights import CALL, ExpertTensor, ModelTensors, Tensor
-from billfish.llm.sampler import Sampler
+from billfish.llm.sampler import Choice, Sampler
 from billfish.models.description import (
     Attention,
     Block,
@@ -340,19 +340,19 @@ class CpuDecoder(Decoder):
         two_levels = any(kind in TWO_LEVELS for kind in self.tensors.kinds)
         return 3 if activations == "q16" and two_levels else int(_cpu.FEW_ROWS)
 
-    def logits_alike(self, hidden: Floats, activations: Activations | None) -> Floats:
+    def logits_alike(self, hidden: Floats, activations: Activations | None, digits: int | None = None) -> Floats:
+        """digits: BEST_OF_16, where only the largest logit of each row matters. More than two rows then do not wait for
+        memory: it is found with 8 bits, and settled with 16."""
         most = self.rows_alike("exact" if activations == "exact" else "q16")  # the head takes no int8 activations
-        return np.concatenate([self.logits(hidden[i : i + most], activations) for i in range(0, len(hidden), most)])
+        parts = [hidden[i : i + most] for i in range(0, len(hidden), most)]
+        return np.concatenate(
+            [self.logits(p, activations) if digits is None or len(p) < 3 else self._scores(p, digits) for p in parts]
+        )
 
     def choose(
         self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
     ) -> list[int]:
-        states: list[Floats] = [np.empty(0, np.float32)] * len(passages)
-        for group in self._groups(passages, activations):
-            rows = self.run([(cache, tokens) for _, cache, tokens in group], activations)
-            ends = np.cumsum([len(tokens) for _, _, tokens in group])
-            for (i, _, _), end in zip(group, ends, strict=True):
-                states[i] = rows[end - 1]
+        states = [rows[0] for rows in self._last_states(passages, [1] * len(samplers), activations)]
         most, chosen = _cpu.FEW_ROWS if activations == "exact" else max(1, len(samplers)), []
         for start in range(0, len(samplers), most):
             together = samplers[start : start + most]
@@ -362,6 +362,34 @@ class CpuDecoder(Decoder):
             scores = self._scores(hidden, _cpu.BEST_OF_16) if best else self.logits(hidden, activations)
             chosen += [sampler.choose(row) for sampler, row in zip(together, scores, strict=True)]
         return chosen
+
+    def verify(
+        self,
+        passages: Sequence[Passage],
+        samplers: Sequence[Sampler],
+        drafts: Sequence[Sequence[int]],
+        activations: Activations | None,
+    ) -> list[list[Choice]]:
+        fed, wanted = with_drafts(passages, drafts), [len(draft) + 1 for draft in drafts]
+        hidden = np.concatenate(self._last_states(fed, wanted, activations))
+        if activations != "exact" and all(sampler.takes_best for sampler in samplers):
+            logits = self.logits_alike(hidden, activations, _cpu.BEST_OF_16)
+        else:
+            logits = self.logits_alike(hidden, activations)
+        return self.accepted(fed, np.split(logits, np.cumsum(wanted)[:-1]), samplers, drafts)
+
+    def _last_states(
+        self, passages: Sequence[Passage], wanted: Sequence[int], activations: Activations | None
+    ) -> list[Floats]:
+        """Feed tokens, any number: the hidden states [wanted, hidden] behind the last ones of the first passages."""
+        states = [np.empty((0, self.config.hidden), np.float32)] * len(wanted)
+        for group in self._groups(passages, activations):
+            rows = self.run([(cache, tokens) for _, cache, tokens in group], activations)
+            ends = np.cumsum([len(tokens) for _, _, tokens in group])
+            for (i, _, tokens), end in zip(group, ends, strict=True):
+                if i < len(wanted):
+                    states[i] = np.concatenate([states[i], rows[end - len(tokens) : end]])[-wanted[i] :]
+        return states
 
     def _groups(self, passages: Sequence[Passage], activations: Activations | None) -> Iterator[list[Part]]:
         """What is fed in one call: at most `chunk` rows, and of a text one part.

@@ -32,12 +32,14 @@ from billfish.core.errors import BackendUnavailable, DataError, ModelError, bad_
 from billfish.core.typing import Activations
 from billfish.llm.cuda_blocks import BlockMaker
 from billfish.llm.cuda_kv_cache import CudaCache, SequencePool
-from billfish.llm.cuda_steps import SCORED, CudaSteps, Fed, Result, Scratch, choices, padded
+from billfish.llm.cuda_steps import SCORED, CudaSteps, Fed, Result, Scratch, choices, padded, rows_of
 from billfish.llm.cuda_weights import GpuWeights
-from billfish.llm.decoder_base import PENDING, Decoder, Passage, PendingStep
+from billfish.llm.decoder_base import PENDING, Decoder, Passage, PendingStep, with_drafts
+from billfish.llm.drafting.drafter import MOST_DRAFTED
 from billfish.llm.kv_cache import Floats
 from billfish.llm.model_weights import CALL, ModelTensors
-from billfish.llm.sampler import Sampler
+from billfish.llm.sampler import Choice, Sampler
+from billfish.models.description import Attention
 
 TOGETHER = 512  # sequences that are in one step, at most
 EIGHT_BITS = ("fp8", "q8")  # x in products of prompts, where matrices have formats that can; Hopper's
@@ -47,21 +49,30 @@ CHUNK, FEW_CHUNK = 2048, 64  # rows of a prompt at once; on GPUs that are not Ho
 class CudaPending(PendingStep):
     """Steps under way for some passages: one, or several where the passages are long or many."""
 
-    def __init__(self, decoder: CudaDecoder, caches: Sequence[CudaCache], samplers: Sequence[Sampler]) -> None:
+    def __init__(
+        self,
+        decoder: CudaDecoder,
+        caches: Sequence[CudaCache],
+        samplers: Sequence[Sampler],
+        drafts: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """drafts: what was fed behind the token of each sampler's sequence; none of any, or of each."""
         self._decoder: CudaDecoder | None = decoder
+        self._drafts = drafts or [()] * len(samplers)
         self._caches, self._samplers = [weakref.ref(cache) for cache in caches], samplers
         self._lengths = [len(cache.tokens) for cache in caches]
         self.results: list[Result] = []
         self._places: list[tuple[weakref.ref[CudaCache], int]] = []  # where caches hold PENDING
-        self._tokens: list[int] | None = None
+        self._choices: list[list[Choice]] | None = None
 
     @property
     def done(self) -> bool:
-        return self._tokens is not None
+        return self._choices is not None
 
     def on_device(self, cache: CudaCache) -> bool:
-        """Whether the device itself chooses the token of a cache."""
-        return not self._samplers[self._number(cache)].needs_scores
+        """Whether the device itself chooses the token of a cache, and the only one."""
+        number = self._number(cache)
+        return not self._samplers[number].needs_scores and not self._drafts[number]
 
     def token_of(self, cache: CudaCache) -> int:
         return self.tokens()[self._number(cache)]
@@ -79,20 +90,23 @@ class CudaPending(PendingStep):
             if (found := cache()) is not None:
                 del found.tokens[length:]
 
-    def tokens(self) -> list[int]:
-        if self._tokens is None:
+    def choices(self) -> list[list[Choice]]:
+        if self._choices is None:
             assert self._decoder is not None
             try:
-                chosen = self._decoder.read(self.results, self._samplers)
+                chosen = self._decoder.read(self.results, self._samplers, self._drafts)
             except BaseException:
                 self.undo()
                 raise
-            self._tokens, self.results, self._decoder = chosen, [], None
+            self._choices, self.results, self._decoder = chosen, [], None
+            for cache, length, draft, own in zip(self._caches, self._lengths, self._drafts, chosen, strict=False):
+                if draft and (found := cache()) is not None:
+                    del found.tokens[length + len(own) :]
             for cache, place in self._places:
                 found = cache()
                 if found is not None and place < len(found.tokens) and found.tokens[place] == PENDING:
                     found.tokens[place] = self.token_of(found)
-        return self._tokens
+        return self._choices
 
 
 class Ahead(NamedTuple):
@@ -249,26 +263,53 @@ class CudaDecoder(Decoder):
             return pending.tokens()
 
     def submit(
-        self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
+        self,
+        passages: Sequence[Passage],
+        samplers: Sequence[Sampler],
+        activations: Activations | None,
+        drafts: Sequence[Sequence[int]] = (),
     ) -> PendingStep:
-        with self._working(passages):
-            return self._submit(passages, samplers, activations)
+        with self._working(with_drafts(passages, drafts), len(passages) + sum(map(len, drafts))):
+            return self._submit(passages, samplers, activations, drafts)
+
+    def verify(
+        self,
+        passages: Sequence[Passage],
+        samplers: Sequence[Sampler],
+        drafts: Sequence[Sequence[int]],
+        activations: Activations | None,
+    ) -> list[list[Choice]]:
+        return self.submit(passages, samplers, activations, drafts).choices()
+
+    def rows_alike(self, activations: Activations | None) -> int:
+        """A drafted token is a row of its own, as of a sequence that decodes. It has the bits that it has alone where
+        `batch_invariant` is set; without, they depend on the rows beside it, as in any batch. Rows of one sequence
+        cannot share a recurrent state."""
+        recurrent = any(not isinstance(block.mixer, Attention) for block in self.config.blocks)
+        return 1 if recurrent else MOST_DRAFTED + 1
 
     def warm(self, sequences: int, activations: Activations | None) -> None:
         with self._working([]):
             self._steps.warm(min(sequences, self._together), activations or "exact")
 
-    def read(self, results: Sequence[Result], samplers: Sequence[Sampler]) -> list[int]:
+    def read(
+        self, results: Sequence[Result], samplers: Sequence[Sampler], drafts: Sequence[Sequence[int]]
+    ) -> list[list[Choice]]:
         """Wait for steps: the tokens of all passages with samplers."""
-        chosen = [0] * len(samplers)
+        chosen: list[list[Choice]] = [[] for _ in samplers]
         for result in results:
             result.wait()
             tokens = result.tokens
-            for number, place in result.numbers.items():
+            for number, places in result.numbers.items():
+                sampler, draft = samplers[number], drafts[number]
                 if number in result.places:
-                    chosen[number] = samplers[number].choose(result.logits(number, self.config.vocabulary))
+                    chosen[number] = sampler.accept(result.logits(number, self.config.vocabulary), draft)
                 else:
-                    chosen[number] = int(tokens[place])
+                    picked = [int(token) for token in tokens[places.start : places.stop]]
+                    right = right_tokens(picked, draft)
+                    for _ in range(right):  # the first one's random number was counted when the step was submitted
+                        sampler.move_on()
+                    chosen[number] = [sampler.choice(token) for token in picked[: right + 1]]
         with self._lock:
             for result in results:
                 self._steps.give_back(result)
@@ -279,8 +320,9 @@ class CudaDecoder(Decoder):
         return TOGETHER if self._hopper else FEW_CHUNK
 
     @contextmanager
-    def _working(self, passages: Sequence[Passage]) -> Iterator[None]:
-        """The device is current, and the decoder and all caches are this thread's."""
+    def _working(self, passages: Sequence[Passage], rows: int = 0) -> Iterator[None]:
+        """The device is current, and the decoder and all caches are this thread's. rows: that decode, if they are more
+        than there are passages."""
         for cache, tokens in passages:
             assert isinstance(cache, CudaCache)
             if tokens != [PENDING] or cache.choosing is None:
@@ -289,7 +331,7 @@ class CudaDecoder(Decoder):
             backend = BACKENDS["cuda"]
             assert isinstance(backend, CudaBackend)
             self._layers.batch_invariant = bool(backend.batch_invariant)
-            sequences = min(max(1, len(passages)), self._together)
+            sequences = min(max(1, len(passages), rows), self._together)
             if sequences > self._steps.sequences:  # tokens that are chosen in the memory of now
                 for cache, tokens in passages:
                     if tokens == [PENDING]:
@@ -308,16 +350,23 @@ class CudaDecoder(Decoder):
     # ---- steps --------------------------------------------------------------------------------------------------
 
     def _submit(
-        self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
+        self,
+        passages: Sequence[Passage],
+        samplers: Sequence[Sampler],
+        activations: Activations | None,
+        drafts: Sequence[Sequence[int]] = (),
     ) -> CudaPending:
-        """One step, if it has room for all passages. Those of one token decode, others are parts of prompts."""
+        """One step, if it has room for all passages. Those of one token decode, and may have a draft; others are parts
+        of prompts."""
         self._drop_ahead()
         caches = [cast("CudaCache", cache) for cache, _ in passages]
-        pending, by_number = CudaPending(self, caches, samplers), dict(enumerate(samplers))
+        pending, by_number = CudaPending(self, caches, samplers, drafts), dict(enumerate(samplers))
         given = [(cache, self._known(cache, tokens)) for cache, (_, tokens) in zip(caches, passages, strict=True)]
-        pieces = self._pieces(given)
-        decoding = [fed for fed in pieces if len(given[fed.number][1]) == 1]
-        prompts = [fed for fed in pieces if len(given[fed.number][1]) > 1]
+        single = {number for number, (_, tokens) in enumerate(given) if len(tokens) == 1}
+        assert all(number in single for number, draft in enumerate(drafts) if draft), "a draft is for one token"
+        pieces = self._pieces(with_drafts(given, drafts))
+        decoding = [fed for fed in pieces if fed.number in single]
+        prompts = [fed for fed in pieces if fed.number not in single]
         try:
             for decodes, parts in self._groups(decoding, prompts):
                 asked = [fed.number for fed in (*decodes, *parts) if fed.last and fed.number in by_number]
@@ -360,13 +409,15 @@ class CudaDecoder(Decoder):
     def _groups(self, decoding: Sequence[Fed], prompts: Sequence[Fed]) -> Iterator[tuple[list[Fed], list[Fed]]]:
         """What goes into one step: as much as its memory has room for, and of a sequence one piece."""
         step, most = self._steps.memory, self._steps.sequences
-        decodes = list(decoding)
-        while len(decodes) > most:
-            yield decodes[:most], []
-            decodes = decodes[most:]
+        decodes = list[Fed]()
+        for fed in decoding:
+            if rows_of(decodes) + len(fed.tokens) > most:
+                yield decodes, []
+                decodes = []
+            decodes.append(fed)
         group, numbers = list[Fed](), set[int]()
         for fed in prompts:
-            first = padded(len(decodes)) if decodes else 0
+            first = padded(rows_of(decodes)) if decodes else 0
             rows = first + sum(len(each.tokens) for each in group) + len(fed.tokens)
             if rows > step.rows or first + len(group) >= step.scored or fed.number in numbers:
                 yield decodes, group
@@ -420,3 +471,9 @@ class CudaDecoder(Decoder):
         if cache.states is not None:
             cache.states.done(position + 1)
         self._ahead = Ahead(weakref.ref(cache), position, how, self._layers.batch_invariant, pending, result)
+
+
+def right_tokens(chosen: Sequence[int], draft: Sequence[int]) -> int:
+    """How many of the first tokens of a draft are those that were chosen."""
+    wrong = (i for i, (token, guess) in enumerate(zip(chosen, draft, strict=False)) if token != guess)
+    return next(wrong, len(draft))

@@ -123,8 +123,8 @@ class Result:
     def __init__(self, count: int, ordinal: int) -> None:
         self._tokens, self._done = Pinned(4 * count, ordinal), Event(ordinal)
         self._logits: Pinned | None = None
-        self.numbers: dict[int, int] = {}  # of passages: the place of each in `tokens`
-        self.places: dict[int, int] = {}  # of passages that want logits: the place of each in these
+        self.numbers: dict[int, range] = {}  # of passages: the places of each in `tokens`
+        self.places: dict[int, int] = {}  # of passages that want logits: the first place of each in these
         self.count = count
 
     @property
@@ -132,23 +132,28 @@ class Result:
         return self._tokens.array.view(np.int32)
 
     def logits(self, number: int, vocabulary: int) -> NDArray[np.float32]:
+        """[rows of the passage, vocabulary]"""
         assert self._logits is not None
-        first = 4 * vocabulary * self.places[number]
-        return self._logits.array[first : first + 4 * vocabulary].view(np.float32)
+        rows = len(self.numbers[number])
+        first, nbytes = 4 * vocabulary * self.places[number], 4 * vocabulary * rows
+        return self._logits.array[first : first + nbytes].view(np.float32).reshape(rows, vocabulary)
 
-    def fetch(self, stream: Stream, step: StepMemory, rows: Mapping[int, int], vocabulary: int) -> None:
-        """Copy, when the step is done. rows: of passages that want logits, the scored row of each."""
+    def fetch(self, stream: Stream, step: StepMemory, rows: Mapping[int, range], vocabulary: int) -> None:
+        """Copy, when the step is done. rows: of passages that want logits, the scored rows of each."""
         size, d = 4 * vocabulary, driver()
         if self.numbers:
-            source, nbytes = step.at("picked"), 4 * (1 + max(self.numbers.values()))
+            source, nbytes = step.at("picked"), 4 * max(places.stop for places in self.numbers.values())
             check(d.cuMemcpyDtoHAsync(self._tokens.pointer, source, nbytes, stream.pointer), "copying from the device")
-        if rows and (self._logits is None or self._logits.array.nbytes < size * len(rows)):
-            self._logits = Pinned(size * len(rows), stream.ordinal)
-        self.places = {number: i for i, number in enumerate(rows)}
-        for i, row in enumerate(rows.values()):
+        needed = size * sum(map(len, rows.values()))
+        if needed and (self._logits is None or self._logits.array.nbytes < needed):
+            self._logits = Pinned(needed, stream.ordinal)
+        self.places, place = {}, 0
+        for number, own in rows.items():
             assert self._logits is not None
-            to, source = self._logits.pointer + size * i, step.at("logits") + size * row
-            check(d.cuMemcpyDtoHAsync(to, source, size, stream.pointer), "copying from the device")
+            self.places[number] = place
+            to, source = self._logits.pointer + size * place, step.at("logits") + size * own.start
+            check(d.cuMemcpyDtoHAsync(to, source, size * len(own), stream.pointer), "copying from the device")
+            place += len(own)
         self._done.record(stream.pointer)
 
     def wait(self) -> None:
@@ -236,8 +241,9 @@ class CudaSteps:
         samplers: Mapping[int, Sampler],
         activations: str = "exact",
     ) -> Result:
-        """One step; it is under way when this returns. Each of `decoding` has one token. samplers: of passages whose
-        next token is asked for, by number. Of `prompts`, those end with this step."""
+        """One step; it is under way when this returns. Each of `decoding` has one token, and behind it those that were
+        drafted: a row each, with the sums of a sequence that decodes alone. samplers: of passages whose next token is
+        asked for, by number. Of `prompts`, those end with this step."""
         step = self.memory
         self._count += 1
         fed = (*decoding, *prompts)
@@ -300,7 +306,7 @@ class CudaSteps:
         chunks: Sequence[Sequence[Chunk]],
     ) -> Batch:
         """What fits, of the sizes that there are programs for."""
-        decodes = min(padded(len(decoding)), self.memory.rows) if decoding else 0
+        decodes = min(padded(rows_of(decoding)), self.memory.rows) if decoding else 0
         long = len(decoding) <= FEW_ENOUGH and any(len(each.cache.tokens) >= LONG for each in decoding)
         batch = Batch(decodes, decodes, scored=decodes, long=long and not self._layers.batch_invariant)
         if not prompts:
@@ -343,23 +349,23 @@ class CudaSteps:
         decoding: Sequence[Fed],
         prompts: Sequence[Fed],
         samplers: Mapping[int, Sampler],
-    ) -> dict[int, int]:
-        """Write the inputs of a step: the scored row of each passage that has one. Rows without a token, up to the size
-        of the step, are tokens of the scratch sequence at position 0."""
-        scratch, count = self._scratch_row.number, len(decoding)
+    ) -> dict[int, range]:
+        """Write the inputs of a step: the scored rows of each passage that has some. Rows without a token, up to the
+        size of the step, are tokens of the scratch sequence at position 0."""
+        scratch, count = self._scratch_row.number, rows_of(decoding)
         tokens, positions, sequences, blocks = (views[name] for name in ("tokens", "positions", "sequences", "blocks"))
         tokens[:], positions[:], sequences[:] = 0, 0, scratch
-        numbers = [self._row_of(each.cache).number for each in decoding]
-        given = [each.tokens[0] for each in decoding]
-        tokens[:count] = [~row if token == PENDING else token for row, token in zip(numbers, given, strict=True)]
-        positions[:count] = [len(each.cache.tokens) for each in decoding]
-        sequences[:count] = numbers
+        of_sequence = [(self._row_of(each.cache).number, len(each.cache.tokens), each.tokens) for each in decoding]
+        rows = [(token, first + i, number) for number, first, fed in of_sequence for i, token in enumerate(fed)]
+        tokens[:count] = [~number if token == PENDING else token for token, _, number in rows]
+        positions[:count] = [position for _, position, _ in rows]
+        sequences[:count] = [number for *_, number in rows]
         blocks[:] = 0, 0, scratch, 0
         decodes = blocks[: batch.decoding].T
         decodes[0], decodes[1] = np.arange(batch.decoding), 1
         decodes[2], decodes[3] = sequences[: batch.decoding], positions[: batch.decoding]
         views["states"][:] = self._scratch.state
-        views["states"][:count] = [each.cache.state for each in decoding]
+        views["states"][:count] = [each.cache.state for each in decoding for _ in each.tokens]
         row, of_prompts, ends = batch.decoding, list[tuple[int, int, int, int]](), list[tuple[int, int]]()
         size = self._layers.query_block
         for i, (cache, part, number, *_) in enumerate(prompts):
@@ -385,19 +391,24 @@ class CudaSteps:
         ends: Sequence[tuple[int, int]],
         prompts: Sequence[Fed],
         samplers: Mapping[int, Sampler],
-    ) -> dict[int, int]:
+    ) -> dict[int, range]:
+        """A sequence with a draft has its tokens chosen in no slot: the next one to feed is known when all are read."""
         scored, how = views["scored"], views["choices"]
         scored[:] = 0
         scored[: batch.decoding] = np.arange(batch.decoding)
         scored[batch.decoding : batch.decoding + len(ends)] = [row for _, row in ends]
         how[:] = np.zeros((), CHOICE)
         how["slot"] = self._scratch_row.number
-        places = {each.number: i for i, each in enumerate(decoding)}
-        places |= {number: batch.decoding + i for i, (number, _) in enumerate(ends)}
+        places, row = dict[int, range](), 0
+        for each in decoding:
+            places[each.number] = range(row, row + len(each.tokens))
+            row += len(each.tokens)
+        places |= {number: range(batch.decoding + i, batch.decoding + i + 1) for i, (number, _) in enumerate(ends)}
         chosen = [each for each in (*decoding, *prompts) if each.number in samplers]
-        which = [places[each.number] for each in chosen]
-        how[which] = choices([samplers[each.number] for each in chosen])
-        how["slot"][which] = [self._row_of(each.cache).number for each in chosen]
+        which = [place for each in chosen for place in places[each.number]]
+        how[which] = choices([samplers[each.number] for each in chosen], [len(places[each.number]) for each in chosen])
+        alone = [each for each in chosen if len(places[each.number]) == 1]
+        how["slot"][[places[each.number].start for each in alone]] = [self._row_of(each.cache).number for each in alone]
         return places
 
     def _send(self, staging: Staging, batch: Batch, changes: Sequence[tuple[TableRow, int, int, list[int]]]) -> None:
@@ -468,11 +479,18 @@ class CudaSteps:
         synchronize(self._stream.pointer)
 
 
-def choices(samplers: Sequence[Sampler]) -> NDArray[Any]:
-    """How the next tokens are chosen, as the GPU takes it."""
+def rows_of(decoding: Sequence[Fed]) -> int:
+    """One for each token."""
+    return sum(len(each.tokens) for each in decoding)
 
-    def row(s: Sampler) -> tuple[float, float, float, int, int, int, float]:
+
+def choices(samplers: Sequence[Sampler], counts: Sequence[int] | None = None) -> NDArray[Any]:
+    """How the next tokens are chosen, as the GPU takes it. counts: of each sampler; None: one token of each."""
+
+    def rows(s: Sampler, count: int) -> list[tuple[float, float, float, int, int, int, float]]:
         temperature = s.how.temperature if s.how.temperature > COLDEST else 0.0
-        return temperature, s.how.top_p, s.how.min_p, min(s.how.top_k, 2**31 - 1), 0, 0, s.peek()
+        how = temperature, s.how.top_p, s.how.min_p, min(s.how.top_k, 2**31 - 1), 0, 0
+        return [(*how, random) for random in s.upcoming(count)]
 
-    return np.array([row(sampler) for sampler in samplers], CHOICE)
+    each = zip(samplers, [1] * len(samplers) if counts is None else counts, strict=True)
+    return np.array([row for sampler, count in each for row in rows(sampler, count)], CHOICE)

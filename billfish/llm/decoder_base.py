@@ -13,7 +13,7 @@ from billfish.core.typing import Activations, CacheType
 from billfish.llm.adapters import AdaptedMatrix
 from billfish.llm.kv_cache import Cache, Floats, PagedMemory, shared_length
 from billfish.llm.model_weights import ModelTensors
-from billfish.llm.sampler import Sampler
+from billfish.llm.sampler import Choice, Sampler
 
 Passage = tuple[Cache, list[int]]  # tokens that are fed behind what the cache holds
 PENDING = -1  # a token that a pending step is choosing
@@ -23,17 +23,21 @@ class PendingStep(ABC):
     """A step that was submitted."""
 
     @abstractmethod
+    def choices(self) -> list[list[Choice]]:
+        """Wait for the step: the tokens that it chose for each sampler, several where a draft was right. Raises what
+        the step raised; the caches then hold what they held before it."""
+
     def tokens(self) -> list[int]:
-        """Wait for the step: the tokens that it chose. Raises what the step raised; the caches then hold what they held
-        before it."""
+        """The last one of each."""
+        return [choices[-1].token for choices in self.choices()]
 
 
 class FinishedStep(PendingStep):
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = tokens
+    def __init__(self, choices: list[list[Choice]]) -> None:
+        self._choices = choices
 
-    def tokens(self) -> list[int]:
-        return self._tokens
+    def choices(self) -> list[list[Choice]]:
+        return self._choices
 
 
 class Decoder(ABC):
@@ -114,15 +118,50 @@ class Decoder(ABC):
         """How many tokens of prompts a server feeds in a step beside those of `decoding` answers, which wait for it."""
         return self.chunk // 4 if decoding else self.chunk
 
+    def verify(
+        self,
+        passages: Sequence[Passage],
+        samplers: Sequence[Sampler],
+        drafts: Sequence[Sequence[int]],
+        activations: Activations | None,
+    ) -> list[list[Choice]]:
+        """Feed tokens as `choose` does, and behind a single one what was drafted for its text, up to `rows_alike` - 1
+        tokens; there is a draft, maybe an empty one, for each sampler. Returns the next tokens of each text: those of
+        the draft as long as the sampler chooses them, and one more. The caches hold the texts up to the last choice."""
+        fed = with_drafts(passages, drafts)
+        wanted = [*(len(draft) + 1 for draft in drafts), *[0] * (len(passages) - len(drafts))]
+        rows = self.scores(fed, wanted, activations)
+        return self.accepted(fed, rows, samplers, drafts)
+
+    def accepted(
+        self,
+        passages: Sequence[Passage],
+        logits: Sequence[Floats],
+        samplers: Sequence[Sampler],
+        drafts: Sequence[Sequence[int]],
+    ) -> list[list[Choice]]:
+        """What the samplers choose. Drafted tokens that they do not leave the caches."""
+        chosen = [s.accept(rows, draft) for s, rows, draft in zip(samplers, logits, drafts, strict=False)]
+        for (cache, _), choices, draft in zip(passages, chosen, drafts, strict=False):
+            cache.rollback(len(cache.tokens) - (1 + len(draft) - len(choices)))
+        return chosen
+
     def submit(
-        self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
+        self,
+        passages: Sequence[Passage],
+        samplers: Sequence[Sampler],
+        activations: Activations | None,
+        drafts: Sequence[Sequence[int]] = (),
     ) -> PendingStep:
-        """As `choose`, but a decoder that `overlaps` does not wait for the device.
+        """As `choose`, or with drafts as `verify`, but a decoder that `overlaps` does not wait for the device.
 
         Its passages may be [PENDING]: the token that the pending step before chooses for that cache, whose sampler
         does not need scores. The cache holds PENDING in its place until that step's tokens are asked for.
         """
-        return FinishedStep(self.choose(passages, samplers, activations))
+        if any(drafts):
+            return FinishedStep(self.verify(passages, samplers, drafts, activations))
+        chosen = self.choose(passages, samplers, activations)
+        return FinishedStep([[s.choice(token)] for token, s in zip(chosen, samplers, strict=True)])
 
     def warm(self, sequences: int, activations: Activations | None) -> None:  # noqa: B027  # most need nothing
         """Make ready whatever steps of up to so many sequences take, before somebody waits for them."""
@@ -225,3 +264,9 @@ class Decoder(ABC):
             for key in sorted(caches):  # in one order in all threads, so that no two wait for each other
                 locks.enter_context(caches[key].lock)
             yield
+
+
+def with_drafts(passages: Sequence[Passage], drafts: Sequence[Sequence[int]]) -> list[Passage]:
+    """The passages, each with its draft; the last ones may have none."""
+    drafted = [(cache, [*tokens, *draft]) for (cache, tokens), draft in zip(passages, drafts, strict=False)]
+    return [*drafted, *passages[len(drafts) :]]

@@ -12,9 +12,9 @@ from billfish.core.errors import DataError
 from billfish.core.typing import Activations
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.detokenizer import Detokenizer, Token, check_text_settings
-from billfish.llm.drafting.drafter import MOST_DRAFTED, Controller, DraftCounts, Drafter
+from billfish.llm.drafting.drafter import Controller, DraftCounts, Drafter
 from billfish.llm.kv_cache import Cache, shared_length
-from billfish.llm.sampler import RequestSampler, Sampling
+from billfish.llm.sampler import Choice, RequestSampler, Sampling
 
 if TYPE_CHECKING:
     from billfish.llm.grammar import CompiledGrammar
@@ -89,7 +89,8 @@ class Generation(Iterator[str]):
         self._detokenizer = Detokenizer(tokenizer, stop)
         self._is_cut_by_context = room < max_tokens
         self._drafter, self.drafts = drafter, DraftCounts()
-        self._controller = Controller(min(MOST_DRAFTED, decoder.rows_alike(activations) - 1))
+        most, kinds = (0, ()) if drafter is None else (drafter.most, drafter.acceptance)
+        self._controller = Controller(min(most, decoder.rows_alike(activations) - 1), kinds or (0.0,))
         self._pieces: list[str] = []
         self._read = 0  # pieces that were iterated over
         self._turn = threading.RLock()  # of threads, which may wait for the same answer
@@ -161,54 +162,59 @@ class Generation(Iterator[str]):
         is_first, started = not self.tokens, time.perf_counter()
         if is_first:
             self._cache.reserve(min(self.prompt_tokens + self._most, self._decoder.config.context))
-        drafted = [] if is_first else self._draft()
-        if drafted:
-            accepted = self._verify(drafted)
-        else:
+        kind, drafted = (None, []) if is_first else self._draft()
+        if kind is None:
             token, there = self._decoder.go_on(self._cache, self._sequence, self._sampler, self._activations)
-            accepted = 0
+            chosen = [self._sampler.choice(token)]
+        else:
+            chosen = self._verify(drafted)
         seconds = time.perf_counter() - started
         if is_first:
             self.prompt_seconds, self.reused_tokens = seconds, there
         else:
             self.generation_seconds += seconds
-            self._controller.note(len(drafted), accepted, seconds)
-            self.drafts.note(len(drafted), accepted)
-        if not drafted:
-            self._take(token)
+            self._controller.note(len(drafted), len(chosen) - 1, seconds, kind or 0)
+        taken = 0
+        for choice in chosen:
+            self._take(choice)
+            taken += 1
+            if self.finish_reason is not None:
+                break
+        if not is_first:
+            self.drafts.note(len(drafted), taken - (taken == len(chosen)))
 
-    def _draft(self) -> list[int]:
-        """Tokens that may come next: as many as are worth a try, and as there is room for behind the next one."""
-        if self._drafter is None:
-            return []
-        most = min(self._controller.length(), self._most - len(self.tokens) - 1)
-        return self._drafter.draft(self._sequence, most) if most > 0 else []
+    def _draft(self) -> tuple[int | None, list[int]]:
+        """Tokens that may come next, and of which kind they are: as many as are worth a try, and as there is room for
+        behind the next one. No kind: nothing is drafted."""
+        most = self._most - len(self.tokens) - 1
+        kind = None if self._drafter is None else self._drafter.kind(self._sequence)
+        if kind is None or self._drafter is None:
+            return None, []
+        most = min(most, self._controller.length(kind))
+        drafted = self._drafter.draft(self._sequence, most) if most > 0 else []
+        return (kind, drafted) if drafted else (None, [])
 
-    def _verify(self, drafted: list[int]) -> int:
-        """Compute drafted tokens in one pass, and keep them as long as they are the ones that the sampler chooses.
-        Returns how many are kept."""
-        cache, accepted = self._cache, 0
+    def _verify(self, drafted: list[int]) -> list[Choice]:
+        """Compute drafted tokens in one pass: those that the sampler chooses, and one more."""
+        cache = self._cache
         with cache.lock:
             there = cache.rollback(shared_length(cache.tokens, self._sequence[:-1]))
-            passage = cache, [*self._sequence[there:], *drafted]
-            [rows] = self._decoder.scores([passage], [len(drafted) + 1], self._activations)
-            for row, guess in zip(rows, [*drafted, None], strict=True):
-                token = self._sampler.choose(row)
-                self._take(token)
-                accepted += token == guess
-                if token != guess or self.finish_reason is not None:
-                    break
-            cache.rollback(len(self._sequence) - 1)
-        return accepted
+            if there < len(self._sequence) - 1:  # another answer took the cache
+                token, _ = self._decoder.go_on(cache, self._sequence, self._sampler, self._activations)
+                return [self._sampler.choice(token)]
+            passage = cache, self._sequence[-1:]
+            [chosen] = self._decoder.verify([passage], [self._sampler], [drafted], self._activations)
+            return chosen
 
-    def _take(self, token: int) -> None:
+    def _take(self, choice: Choice) -> None:
         """The next token of the answer."""
         if self._sampler.error:
             raise DataError(self._sampler.error)
+        token = choice.token
         self.tokens.append(token)
         self._sequence.append(token)
-        finished = "stop" if self._sampler.complete else "length" if len(self.tokens) == self._most else ""
-        piece = self._detokenizer.take(token, self._sampler.scored, finished)
+        finished = "stop" if choice.complete else "length" if len(self.tokens) == self._most else ""
+        piece = self._detokenizer.take(token, choice.scored, finished)
         if piece.text:
             self._pieces.append(piece.text)
         if self.logprobs is not None:

@@ -39,7 +39,7 @@ from billfish.llm.control_names import ControlNames
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.devices import check_device, make_decoder
 from billfish.llm.drafting.draft_model import ModelDrafter, check_vocabulary
-from billfish.llm.drafting.drafter import Drafter
+from billfish.llm.drafting.drafter import Drafter, check_draft_length
 from billfish.llm.drafting.ngram import NgramDrafter
 from billfish.llm.generation import Generation, generate_batch, in_thread
 from billfish.llm.kv_cache import NO_ADAPTER, Cache
@@ -143,6 +143,7 @@ class Model(TextModel):
         response_format: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         draft: str | Model | None = None,
+        draft_length: int | None = None,
         activations: Activations | None = None,
         raw: bool = False,
         cache: Cache | None = None,
@@ -165,8 +166,9 @@ class Model(TextModel):
         chat_template_kwargs: further variables for the chat template, such as {"enable_thinking": False}.
         draft: "ngram" drafts tokens that followed the last ones before, in the prompt or the answer; a smaller
         :class:`Model` with the same vocabulary drafts with its own answer. The answer is the same, to the bit, and may
-        come sooner; `drafts` of the answer counts. On the CPU, for models without recurrent layers. None: one token a
-        step.
+        come sooner; `drafts` of the answer counts. On the CPU and on NVIDIA GPUs, for models without recurrent layers;
+        on a GPU, bits are the same where `BACKENDS["cuda"].batch_invariant` is True. None: one token a step.
+        draft_length: tokens of a draft, at most (1 to 7); None is 7. As many are drafted as were measured to pay.
         activations: as in :func:`billfish.quantized_linear`. None is "q16" on the CPU and float16 on a GPU. On a Hopper
         GPU, "fp8" and "q8" round the activations of the prompt to 8 bits.
         raw: continue a text prompt as it is, without the chat template.
@@ -182,7 +184,17 @@ class Model(TextModel):
         """
         penalties, bias = (presence_penalty, frequency_penalty, repetition_penalty), logit_bias or {}
         sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, bias, CALL)
-        how = stop, logprobs, response_format, chat_template_kwargs, draft, activations, raw, cache, adapter
+        how = (
+            stop,
+            logprobs,
+            response_format,
+            chat_template_kwargs,
+            (draft, draft_length),
+            activations,
+            raw,
+            cache,
+            adapter,
+        )
         return self._start(prompt, max_tokens, sampling, unknown, *how).finish()
 
     def stream(
@@ -204,6 +216,7 @@ class Model(TextModel):
         response_format: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         draft: str | Model | None = None,
+        draft_length: int | None = None,
         activations: Activations | None = None,
         raw: bool = False,
         cache: Cache | None = None,
@@ -223,7 +236,17 @@ class Model(TextModel):
         """
         penalties, bias = (presence_penalty, frequency_penalty, repetition_penalty), logit_bias or {}
         sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, bias, CALL)
-        how = stop, logprobs, response_format, chat_template_kwargs, draft, activations, raw, cache, adapter
+        how = (
+            stop,
+            logprobs,
+            response_format,
+            chat_template_kwargs,
+            (draft, draft_length),
+            activations,
+            raw,
+            cache,
+            adapter,
+        )
         return self._start(prompt, max_tokens, sampling, unknown, *how)
 
     async def generate_async(self, prompt: Prompt, **settings: Any) -> Generation:
@@ -293,7 +316,7 @@ class Model(TextModel):
         logprobs: int | bool | None,
         response_format: Mapping[str, Any] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
-        draft: str | Model | None,
+        draft: tuple[str | Model | None, int | None],
         activations: Activations | None,
         raw: bool,
         cache: Cache | None,
@@ -320,7 +343,7 @@ class Model(TextModel):
             stop=_strings("stop", stop),
             logprobs=(0 if logprobs else None) if isinstance(logprobs, bool) else logprobs,
             grammar=grammar,
-            drafter=self._drafter(draft, checked),
+            drafter=self._drafter(*draft, checked),
         )
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
@@ -351,8 +374,11 @@ class Model(TextModel):
         cache.adapt(number)
         return cache
 
-    def _drafter(self, draft: str | Model | None, activations: Activations | None) -> Drafter | None:
+    def _drafter(
+        self, draft: str | Model | None, length: int | None, activations: Activations | None
+    ) -> Drafter | None:
         """What drafts the tokens of one answer. Raises where drafted rows would change it."""
+        most = check_draft_length(CALL, length)
         if draft is None or draft == "off":
             return None
         if draft != "ngram" and not isinstance(draft, Model):
@@ -362,10 +388,12 @@ class Model(TextModel):
             how = "" if activations is None else f" with activations {activations!r}"
             problem = f"drafting is not supported for {self.config.architecture} on {self.decoder.device}{how}"
             raise DataError(failure(CALL, problem, "Leave draft out."))
+        drafter: Drafter = NgramDrafter()
         if isinstance(draft, Model):
             check_vocabulary(CALL, self.tokenizer, draft.tokenizer)
-            return ModelDrafter(draft.decoder)
-        return NgramDrafter()
+            drafter = ModelDrafter(draft.decoder)
+        drafter.most = most
+        return drafter
 
     @cached_property
     def _control_names(self) -> ControlNames:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,17 @@ if TYPE_CHECKING:
     from billfish.llm.grammar import Matcher
 
 Scored = tuple[int, float]  # a token, and the logarithm of its probability
+
+
+class Choice(NamedTuple):
+    """The next token of an answer. scored: the token and the best ones, where log probabilities were asked for.
+    complete: whether a grammar leaves nothing to add."""
+
+    token: int
+    scored: Sequence[Scored] = ()
+    complete: bool = False
+
+
 MOST_CHANGE = 1000  # of a logit: far more than logits differ, and far from where float32 ends
 
 
@@ -94,17 +105,28 @@ def _is_number(value: object, least: float, most: float | None, kind: type = Rea
 
 
 class Sampler:
-    """Chooses the tokens of one answer. It holds the state of the random numbers and of the penalties."""
+    """Chooses the tokens of one answer. It holds the state of the random numbers and of the penalties.
+
+    scored: the token that was chosen last, then the best ones, where log probabilities were asked for.
+    error: why it cannot choose any more.
+    """
 
     def __init__(self, how: Sampling, prompt: Sequence[int] = ()) -> None:
+        self.scored: list[Scored] = []
+        self.error = ""
         self.how = how
-        self._next: float | None = None
+        self._upcoming: list[float] = []  # random numbers that were drawn before their tokens are chosen
         self._seen, self._counts = set(prompt), Counter[int]()
 
     @property
     def needs_scores(self) -> bool:
         """Whether the sampler must see the logits: a GPU knows temperature, top_k, top_p and min_p alone."""
         return self._adjusts
+
+    @property
+    def complete(self) -> bool:
+        """Whether a grammar leaves nothing to add."""
+        return False
 
     @property
     def takes_best(self) -> bool:
@@ -124,14 +146,34 @@ class Sampler:
 
     def peek(self) -> float:
         """Return the random number of the next token, from 0 to below 1."""
-        if self._next is None:
-            self._next = 0.0 if self.how.temperature == 0 else float(self._random.random())
-        return self._next
+        return self.upcoming(1)[0]
+
+    def upcoming(self, count: int) -> list[float]:
+        """Return the random numbers of the next tokens: each has its own, whether it is drafted or not."""
+        while len(self._upcoming) < count:
+            self._upcoming.append(0.0 if self.how.temperature == 0 else float(self._random.random()))
+        return self._upcoming[:count]
 
     def move_on(self) -> None:
         """Note that the next token was chosen: the one after it has another random number."""
         self.peek()
-        self._next = None
+        del self._upcoming[0]
+
+    def choice(self, token: int) -> Choice:
+        """The token that was chosen last, with what there is to tell of it."""
+        return Choice(token, self.scored, self.complete)
+
+    def accept(self, logits: NDArray[np.float32], draft: Sequence[int]) -> list[Choice]:
+        """Choose the next token, and the tokens behind a draft as long as it is right.
+
+        logits: [1 + tokens of the draft, vocabulary], behind the last token and behind each of the draft.
+        """
+        chosen = list[Choice]()
+        for row, guess in zip(logits, [*draft, None], strict=True):
+            chosen.append(self.choice(self.choose(row)))
+            if chosen[-1].token != guess or self.complete or self.error:
+                break
+        return chosen
 
     def choose(self, logits: NDArray[np.float32]) -> int:
         """Choose the next token from the logits [vocabulary]."""
@@ -162,10 +204,7 @@ class Sampler:
 
 class RequestSampler(Sampler):
     """A sampler with a grammar and log probabilities. An error in the grammar is kept in `error`, so that the other
-    sequences of the batch go on.
-
-    scored: the token that was chosen last, then the best ones, where log probabilities were asked for.
-    """
+    sequences of the batch go on."""
 
     def __init__(
         self, how: Sampling, prompt: Sequence[int] = (), matcher: Matcher | None = None, logprobs: int | None = None
@@ -173,8 +212,6 @@ class RequestSampler(Sampler):
         """matcher: which tokens a grammar allows. logprobs: how many of the best tokens `scored` has."""
         super().__init__(how, prompt)
         self._matcher, self._logprobs = matcher, logprobs
-        self.scored: list[Scored] = []
-        self.error = ""
 
     @property
     def needs_scores(self) -> bool:

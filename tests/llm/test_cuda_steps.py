@@ -15,6 +15,8 @@ import billfish as bf
 from billfish.backends.cuda import step_memory
 from billfish.core.errors import BackendUnavailable
 from billfish.llm import Model, cuda, cuda_kv_cache, cuda_steps, load
+from billfish.llm.drafting.drafter import Controller, Drafter
+from billfish.llm.generation import Generation
 from billfish.llm.sampler import Sampling
 from billfish.serving.engine.engine import Engine
 from billfish.serving.engine.requests import Request
@@ -334,3 +336,57 @@ def test_tiny_temperatures_take_the_best():
 def test_words_of_device():
     with pytest.raises(bf.DataError, match=r"device.*'gpu'.*cpu, cuda, cuda:N"):
         load(device="gpu")
+
+
+# ---- drafts ----------------------------------------------------------------------------------------------------------
+
+
+class Counter(Drafter):
+    """Drafts what the fake GPU chooses, but for every `wrong`-th token of the vocabulary."""
+
+    def __init__(self, wrong: int = 1000) -> None:
+        self._wrong = wrong
+
+    def draft(self, sequence, most):
+        drafted = counting(sequence[-1] + 1, most)
+        return [token if token % self._wrong else 3 for token in drafted]
+
+
+@pytest.mark.parametrize("wrong", [1, 3, 10, 1000])
+def test_drafted_tokens_are_rows_of_one_step(gpu, model, monkeypatch, wrong):
+    monkeypatch.setattr(Controller, "length", lambda self, kind=0: self.most)
+    cache, prompt = model.cache(), counting(10, 50)
+    answer = Generation(
+        model.decoder, model.tokenizer, prompt, 60, Sampling(), None, cache, drafter=Counter(wrong)
+    ).finish()
+    assert answer.tokens == counting(60, 60)
+    assert cache.tokens == counting(10, 109)
+    check_fed(gpu, cache.tokens, cache.lists[0].pages)
+    assert answer.drafts.steps == (59 if wrong == 1 else 8 if wrong == 1000 else answer.drafts.steps)
+    assert answer.drafts.accepted == 59 - answer.drafts.steps
+    assert {len(step) for step in gpu.fed[1:]} <= {1, 2, 4, 8}  # what graphs there are
+
+
+def test_drafts_go_in_one_step_with_other_sequences_and_prompts(gpu, model):
+    texts = [counting(50, 1), counting(100, 80), counting(150, 1), counting(20, 1), counting(7, 9)]
+    drafts = [[51, 52, 9], [], [9, 151], [21], []]
+    caches, biased = [model.cache() for _ in texts], Sampling(logit_bias={9: 5.0})
+    samplers = [Sampling().sampler(), Sampling().sampler(), biased.sampler(), Sampling().sampler()]
+    passages = list(zip(caches, texts, strict=True))
+    pending = model.decoder.submit(passages, samplers, None, drafts[:4])
+    chosen = [[choice.token for choice in choices] for choices in pending.choices()]
+    assert chosen == [[51, 52, 53], [180], [9, 9], [21, 22]]
+    assert len(gpu.fed) == 1
+    assert [cache.tokens for cache in caches] == [[50, 51, 52], texts[1], [150, 9], [20, 21], texts[4]]
+    for cache in caches:
+        check_fed(gpu, cache.tokens, cache.lists[0].pages)
+
+
+def test_each_drafted_token_has_its_own_random_number(gpu, model):
+    sampler, other = (Sampling(temperature=1.0, seed=5).sampler() for _ in range(2))
+    expected = [other.upcoming(4)[i] for i in range(4)]
+    rows = cuda_steps.choices([sampler], [4])
+    assert list(rows["random"]) == expected
+    [choices] = model.decoder.submit([(model.cache(), [50])], [sampler], None, [[51, 9, 9]]).choices()
+    assert len(choices) == 2
+    assert sampler.upcoming(2) == expected[2:]

@@ -32,7 +32,7 @@ class Oracle(Drafter):
 class Always(Controller):
     """Drafts as many tokens as it may."""
 
-    def length(self) -> int:
+    def length(self, kind: int = 0) -> int:
         return self.most
 
 
@@ -148,6 +148,22 @@ def test_a_drafter_that_is_none(model_of, draft):
         model_of("llama3", "q4_0").generate(TOKENS[:4], draft=draft)
 
 
+@pytest.mark.parametrize("length", [0, 100, 2.5, True])
+def test_a_length_that_no_step_has_room_for(model_of, length):
+    with pytest.raises(bf.DataError, match=r"draft_length.*1 to 7"):
+        model_of("llama3", "q4_0").generate(TOKENS[:4], draft="ngram", draft_length=length)
+
+
+def test_drafts_of_one_token(model_of):
+    model = model_of("llama3", "q4_0")
+    plain = model.generate(TOKENS[:9], max_tokens=20, activations="q8")
+    drafted = model.generate(
+        TOKENS[:9], max_tokens=20, draft=model_of("llama3", "q8_0"), draft_length=1, activations="q8"
+    )
+    assert drafted.tokens == plain.tokens
+    assert 0 < drafted.drafts.drafted <= drafted.drafts.steps
+
+
 @pytest.mark.parametrize(("name", "activations"), [("qwen35", None), ("gpt-oss", "exact")])
 def test_a_model_that_a_draft_would_change(model_of, name, activations):
     """A recurrent state cannot go back, and an expert's rows are not known before."""
@@ -164,17 +180,34 @@ def test_ngrams_are_found_where_they_came_last():
     assert drafter.draft(text, 3) == [5, 6, 7]
     assert drafter.draft([*text, 4], 2) == [9, 1]  # four tokens in a row go before three
     assert drafter.draft([8, 8], 4) == []
-    assert drafter.draft([1, 2, 1, 2], 4) == [1, 2]  # no more than there is
+    assert drafter.draft([1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]  # what repeats itself goes on
+
+
+def test_more_that_is_alike_is_another_kind():
+    drafter, text = NgramDrafter(), [*range(20, 50), 7]
+    kinds = [drafter.kind([*text, *range(20, 20 + alike)]) for alike in (1, 2, 3, 4, 7, 8, 15, 16, 29)]
+    assert kinds == [None, 0, 1, 2, 2, 3, 3, 4, 4]
+    assert len(NgramDrafter.acceptance) == 5
 
 
 def test_the_controller_drafts_what_pays():
-    good, bad = Controller(), Controller()
+    good, bad = Controller(MOST_DRAFTED), Controller(MOST_DRAFTED)
     for _ in range(60):
         good.note(good.length(), good.length(), 0.01 + 0.001 * good.length())
         length = bad.length()
         bad.note(length, 0, 0.01 + 0.004 * length)
     assert good.length() == MOST_DRAFTED
     assert sum(bad.length() for _ in range(48)) <= 2  # now and then one token is tried
+
+
+def test_the_controller_knows_kinds_of_drafts():
+    controller = Controller(MOST_DRAFTED, (0.5, 0.5))
+    for _ in range(30):
+        controller.note(3, 0, 0.012, 0)
+        controller.note(3, 3, 0.012, 1)
+        controller.note(0, 0, 0.01)
+    assert controller.length(0) == 0
+    assert controller.length(1) == MOST_DRAFTED
 
 
 def test_a_controller_of_one_row_drafts_nothing():

@@ -5,15 +5,38 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from billfish.core.errors import DataError, bad_argument
+
 MOST_DRAFTED = 7  # tokens of a step, beside the last token of the answer
 
 
 class Drafter(ABC):
-    """Proposes the tokens that come next in one sequence."""
+    """Proposes the tokens that come next in one sequence.
+
+    acceptance: of each kind of draft, how often its tokens are taken to be right until that was measured.
+    most: tokens of a draft.
+    """
+
+    acceptance: tuple[float, ...] = (0.8,)
+    most: int = MOST_DRAFTED
+
+    def kind(self, sequence: Sequence[int]) -> int | None:
+        """The kind of draft that may follow `sequence`: drafts of one kind are right about equally often. None if there
+        is nothing to go by."""
+        return 0
 
     @abstractmethod
     def draft(self, sequence: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens that may follow `sequence`: fewer, or none, where there is nothing to go by."""
+
+
+def check_draft_length(call: str, length: int | None) -> int:
+    """Tokens of a draft, at most. Raises unless a step has room for them."""
+    if length is None:
+        return MOST_DRAFTED
+    if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= MOST_DRAFTED:
+        raise DataError(bad_argument(call, "draft_length", repr(length), f"1 to {MOST_DRAFTED} tokens"))
+    return length
 
 
 class DraftCounts:
@@ -31,27 +54,53 @@ class DraftCounts:
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
+class StepSeconds:
+    """How long decode steps take by their number of rows, as measured of late."""
+
+    FORGETTING = 0.1  # of an average, at each new number
+    ROW = 0.15  # what a further row is taken to cost, of a step with one row, until it was measured
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def note(self, rows: int, seconds: float) -> None:
+        """A step with so many rows. Nothing makes it quicker than it can be, but other programs make it slower: what is
+        quicker than the average counts more."""
+        before = self._seconds.get(rows, seconds)
+        weight = self.FORGETTING * (4 if seconds < before else 1)
+        self._seconds[rows] = before + weight * (seconds - before)
+
+    def of(self, rows: int) -> float:
+        """Measured, or scaled from the nearest number of rows that was."""
+        if not self._seconds:
+            return self._guess(rows)
+        nearest = min(self._seconds, key=lambda known: abs(known - rows))
+        return self._seconds[nearest] * self._guess(rows) / self._guess(nearest)
+
+    def _guess(self, rows: int) -> float:
+        return 1 + self.ROW * (rows - 1)
+
+
 class Controller:
     """Chooses how many tokens to draft: as many as give the most tokens a second, by what was measured.
 
-    It knows how often drafted tokens were right of late, and how long a step takes by its number of rows. Where
-    drafting does not pay it stops, and tries one token again now and then.
+    It knows how often drafted tokens of each kind were right of late, and how long a step takes by its number of rows.
+    Where drafting does not pay it stops, and tries one token again now and then.
     """
 
-    OPTIMISM = 0.8  # the acceptance that it begins with
     FORGETTING = 0.1  # of an average, at each new number
-    ROW = 0.15  # what a further row is taken to cost, of a step with one row, until it was measured
-    RETRY = 24  # steps without a draft before the next try
+    RETRY = 24  # steps that might have had a draft before the next try
 
-    def __init__(self, most: int = MOST_DRAFTED) -> None:
+    def __init__(self, most: int, acceptance: Sequence[float] = Drafter.acceptance) -> None:
+        """acceptance: of each kind of draft, until it was measured."""
         self.most = most
-        self._acceptance = self.OPTIMISM
-        self._seconds: dict[int, float] = {}
+        self._acceptance = list(acceptance)
+        self._seconds = StepSeconds()
         self._idle = 0
 
-    def length(self) -> int:
-        """How many tokens to draft in the next step."""
-        best = max(range(self.most + 1), key=self._rate)
+    def length(self, kind: int = 0) -> int:
+        """How many tokens of such a draft to try in the next step."""
+        best = max(range(self.most + 1), key=lambda drafted: self._rate(drafted, self._acceptance[kind]))
         if best == 0 and self.most:
             self._idle += 1
             if self._idle >= self.RETRY:
@@ -59,22 +108,13 @@ class Controller:
                 return 1
         return best
 
-    def note(self, drafted: int, accepted: int, seconds: float) -> None:
+    def note(self, drafted: int, accepted: int, seconds: float, kind: int = 0) -> None:
         """A step with so many drafted tokens, of which the first `accepted` were right."""
-        rows = drafted + 1
-        before = self._seconds.get(rows, seconds)
-        self._seconds[rows] = before + self.FORGETTING * (seconds - before)
+        self._seconds.note(drafted + 1, seconds)
         for right in [True] * accepted + [False] * (accepted < drafted):
-            self._acceptance += self.FORGETTING * (right - self._acceptance)
+            self._acceptance[kind] += self.FORGETTING * (right - self._acceptance[kind])
 
-    def _rate(self, drafted: int) -> float:
+    def _rate(self, drafted: int, acceptance: float) -> float:
         """Tokens a second that so many drafted tokens are expected to give."""
-        tokens = sum(self._acceptance**i for i in range(drafted + 1))
-        return tokens / self._step_seconds(drafted + 1)
-
-    def _step_seconds(self, rows: int) -> float:
-        """Measured, or scaled from the nearest number of rows that was."""
-        if not self._seconds:
-            return 1 + self.ROW * (rows - 1)
-        nearest = min(self._seconds, key=lambda known: abs(known - rows))
-        return self._seconds[nearest] * (1 + self.ROW * (rows - 1)) / (1 + self.ROW * (nearest - 1))
+        tokens = sum(acceptance**i for i in range(drafted + 1))
+        return tokens / self._seconds.of(drafted + 1)
