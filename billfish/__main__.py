@@ -2,6 +2,6 @@
 
 import sys
 
-from billfish.cli.main import main
+from billfish.cli.start import main
 
 sys.exit(main())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -192,3 +194,22 @@ def test_an_error_of_the_system_says_what_failed(capsys, monkeypatch):
     assert "some/file" in told
     assert "Permission denied" in told
     assert "room" not in told
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
+def test_ctrl_c_while_modules_are_imported_shows_no_traceback(tmp_path):
+    """The first import of the command line never ends here."""
+    (tmp_path / "argparse.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    command = [sys.executable, "-m", "billfish", "serve"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, preexec_fn=heed_ctrl_c, **pipes) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (-signal.SIGINT, "")
+
+
+def heed_ctrl_c() -> None:
+    """Background jobs of a shell do not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)

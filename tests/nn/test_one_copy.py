@@ -218,3 +218,38 @@ def test_a_bias_that_a_wrapper_takes_out_of_the_parameters():
     del layer._parameters["bias"]
     layer.__dict__["bias"] = bias.detach()
     assert torch.equal(layer(x), y)
+
+
+def test_a_replica_of_data_parallel_multiplies():
+    layer = MarlinLinear.from_linear(torch.nn.Linear(K, N), "q4_0")
+    replica = layer._replicate_for_data_parallel()
+    for name, parameter in layer._parameters.items():  # as torch.nn.parallel.replicate does
+        setattr(replica, name, parameter.detach().clone())
+    assert torch.equal(replica(X), layer(X))
+
+
+def test_a_write_within_a_compiled_function_changes_a_copy():
+    layer = MarlinLinear.from_linear(torch.nn.Linear(K, N), "u4b8")
+    y = layer(X)
+
+    @torch.compile(backend="eager")
+    def write_and_multiply(x):
+        layer.scales.data.mul_(3)
+        return layer(x)
+
+    assert torch.equal(write_and_multiply(X), y)
+
+
+def test_other_dicts_and_swapped_tensors_are_no_stale_weights():
+    layer, other = (MarlinLinear.from_linear(torch.nn.Linear(K, N), "u4b8") for _ in range(2))
+    y, scales = layer(X), layer.scales
+    layer._buffers = dict(layer._buffers)
+    assert torch.equal(layer(X), y)
+    torch.utils.swap_tensors(layer.bias, other.bias)
+    layer.set_storage(other.storage())
+    torch.testing.assert_close(layer(X), bf_linear(other, X, layer.bias))
+    assert not torch.equal(layer.scales, scales)
+
+
+def bf_linear(layer, x, bias):
+    return x @ layer.weight.T + bias

@@ -228,8 +228,9 @@ def test_sigterm_finishes_what_runs_in_all_fronts(path):
         assert log.count("200, 1 + 1500 tokens") + log.count("200, 2 + 1500 tokens") == 4
 
 
-def test_a_second_signal_ends_at_once(path):
-    with process(str(path), "--context", str(LONG), "--fronts", "1") as (started, url):
+@pytest.mark.parametrize("fronts", ["0", "1"])
+def test_a_second_signal_ends_at_once(path, fronts):
+    with process(str(path), "--context", str(LONG), "--fronts", fronts) as (started, url):
         connection = asked(url, ENDLESS)
         until(lambda: metric(url, "requests_running") == 1)
         started.send_signal(signal.SIGINT)
@@ -238,6 +239,7 @@ def test_a_second_signal_ends_at_once(path):
         began = time.monotonic()
         started.wait(30)
         assert time.monotonic() - began < 20
+        assert "Traceback" not in started.stderr.read()
         connection.close()
 
 

@@ -126,6 +126,8 @@ class QuantizedModule(torch.nn.Module):
 
     def storage(self) -> dict[str, Tensor]:
         """A copy of the storage arrays, bit for bit, where the layer is."""
+        if torch.compiler.is_dynamo_compiling():  # it would trace NumPy's arithmetic, as torch's
+            return _storage_outside_of_graphs(self._weights)
         return self._weights.storage_tensors()
 
     def set_storage(self, storage: Mapping[str, Any]) -> None:
@@ -259,3 +261,8 @@ def _described(call: str, name: str, tensor: Any) -> NDArray[Any]:
     except (AttributeError, TypeError):
         found = str(getattr(tensor, "dtype", type(tensor).__name__))
         raise DTypeError(bad_argument(call, f"dtype of {name}", found, "a type that NumPy has")) from None
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _storage_outside_of_graphs(weights: Weights) -> dict[str, Tensor]:
+    return weights.storage_tensors()

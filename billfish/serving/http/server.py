@@ -68,6 +68,7 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=READER_SECONDS,
         )
         super().__init__(config)
+        logging.getLogger("uvicorn.error").addFilter(_is_error)
         self.service, self.keys = service, keys
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -75,6 +76,11 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(ACCEPTED_AT_ONCE)  # those that wait in the system
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    """Not that an answer was given up, as all are after a second signal: uvicorn logs that with a traceback."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 class Server(HttpServer):
