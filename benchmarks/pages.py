@@ -21,6 +21,7 @@ from pathlib import Path
 
 from benchmarks import code_tables, records
 from benchmarks.pictures import PICTURES
+from benchmarks.promises import PROMISES
 from benchmarks.tables import TABLES, table
 from billfish.cli.main import COMMANDS, parser_of
 from billfish.models import Architecture
@@ -85,6 +86,7 @@ def tokenizers() -> str:
 
 CODE: dict[str, Callable[[], str]] = {
     **code_tables.CODE,
+    **PROMISES,
     "architectures": architectures,
     "decoder-count": lambda: count(encoders=False),
     "encoder-count": lambda: count(encoders=True),

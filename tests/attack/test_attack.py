@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts memory a
 CASES = 20
 
 
+@pytest.mark.promise("inputs", "loading allocates at most 64 MB plus 8 times the file")
 @pytest.mark.parametrize("generator", run.GENERATORS)
 def test_hostile_inputs_are_refused_or_harmless(generator):
     """No crash, no hang, no memory beyond what the files justify, no error but ours."""
@@ -23,6 +24,8 @@ def test_hostile_inputs_are_refused_or_harmless(generator):
     assert row.refused  # a generator that breaks nothing is no test
 
 
+@pytest.mark.promise("inputs", "inputs that once crashed or hung are kept as regression tests")
+@pytest.mark.promise("inputs", "sums that a file could only hold as infinity are refused")
 @pytest.mark.parametrize("name", FINDINGS)
 def test_what_once_did_harm_does_none(name, tmp_path):
     make, refused = FINDINGS[name]
@@ -63,6 +66,9 @@ def test_files_that_reached_new_lines_are_refused_or_harmless(kind, tmp_path):
         assert not result["failure"], file.name
 
 
+@pytest.mark.promise(
+    "files", "a call that fails with EIO or ENOSPC, once or for good, or half a write, leaves no half output"
+)
 def test_disks_that_fail_leave_no_half_output():
     """EIO and ENOSPC at random calls, and a process that is killed within a write."""
     row = faults.faults(15)

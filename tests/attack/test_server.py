@@ -13,6 +13,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts memory a
 SLOW = (server.silent, server.endless, server.bombs)  # they wait for limits of seconds; tests/serving has them
 
 
+@pytest.mark.promise(
+    "server",
+    "malformed, smuggled, slow, half-closed and abandoned requests are answered or closed, never a 500",
+)
 def test_the_server_withstands_a_small_attack(monkeypatch):
     monkeypatch.setattr(server, "KINDS", {kind: 1 for kind in server.KINDS if kind not in SLOW})
     attacked, record = server.attack(250, with_neighbor=False)

@@ -12,6 +12,7 @@ import pytest
 CASES = 60
 
 
+@pytest.mark.promise("inputs", "a damaged file is refused or loads; it never crashes or hangs")
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory and counts it as Linux does")
 @pytest.mark.parametrize("container", ["gguf", "safetensors", "model"])
 def test_damaged_files_are_refused_or_load(tmp_path, container):

@@ -34,6 +34,9 @@ def write_model(folder: Path) -> None:
     save_file({"norm.weight": np.ones(8, np.float32)}, folder / "model.safetensors")
 
 
+@pytest.mark.promise(
+    "inputs", "links out of the model's folder are not followed for config, tokenizer and other small files"
+)
 def test_links_out_of_the_folder_are_not_followed(tmp_path):
     """A model that was downloaded must not put a file of the user's into an output that is published."""
     write_model(tmp_path / "in")
@@ -48,6 +51,9 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path):
     assert report.notes == (("NOTICE", reason), ("README.md", reason))
 
 
+@pytest.mark.promise(
+    "inputs", "links out of the model's folder are not followed for config, tokenizer and other small files"
+)
 @pytest.mark.parametrize("name", export.CONFIGURATION)
 @pytest.mark.parametrize("out", ["out", "out.gguf"])
 def test_a_configuration_that_is_a_link_out_of_the_folder_is_left_out(tmp_path, name, out):
@@ -62,6 +68,9 @@ def test_a_configuration_that_is_a_link_out_of_the_folder_is_left_out(tmp_path, 
     assert not any(b"secret" in path.read_bytes() for path in outputs)
 
 
+@pytest.mark.promise(
+    "inputs", "links out of the model's folder are not followed for config, tokenizer and other small files"
+)
 @pytest.mark.parametrize("name", export.TOKENIZER)
 def test_a_tokenizer_that_is_a_link_out_of_the_folder_is_not_put_into_gguf(tmp_path, name):
     """Such as a chat template, which could be any text. Without the link the tokenizer is there."""
@@ -135,6 +144,7 @@ def put_in_place(source: Path, content: bytes) -> None:
     os.utime(source, ns=(about.st_atime_ns, about.st_mtime_ns))
 
 
+@pytest.mark.promise("files", "no output is continued with another input")
 @pytest.mark.parametrize("where", ["begin", "end"])
 def test_another_model_of_the_same_name_size_and_time_is_not_continued(tmp_path, monkeypatch, where):
     source, out = tmp_path / "m.safetensors", tmp_path / "out"
@@ -166,6 +176,7 @@ def test_samples_find_another_model_among_large_files(tmp_path):
         assert (other[:3], other[3] != known[3]) == (known[:3], True)
 
 
+@pytest.mark.promise("files", "an input that changes while it is read gives no output")
 @pytest.mark.parametrize("change", ["rewritten", "replaced", "touched", "removed"])
 def test_an_input_that_changes_while_it_is_read_is_not_written(tmp_path, monkeypatch, change):
     source, out = tmp_path / "m.safetensors", tmp_path / "out"
@@ -211,6 +222,7 @@ except bf.CheckpointError as error:
 """
 
 
+@pytest.mark.promise("files", "an input that changes while it is read gives no output")
 @pytest.mark.skipif(sys.platform != "linux", reason="what a mapped page of a file that was cut does")
 @pytest.mark.parametrize("way", ["copied", "computed"])
 def test_an_input_that_is_cut_while_it_is_read_makes_no_output(tmp_path, way):

@@ -12,6 +12,9 @@ from billfish.cli.main import main
 ENDLESS = r"(\w*\.?\w*)*!"
 
 
+@pytest.mark.promise(
+    "inputs", "a regular expression of `--keep`, `--only` or a plan that takes for ever is refused after 5 s"
+)
 def test_a_pattern_without_end_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pattern_trial, "SECONDS", 0.3)
     write_folder(tmp_path / "in", "plain")
@@ -24,6 +27,9 @@ def test_a_pattern_without_end_is_refused(tmp_path, monkeypatch, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+@pytest.mark.promise(
+    "inputs", "a regular expression of `--keep`, `--only` or a plan that takes for ever is refused after 5 s"
+)
 def test_the_first_pattern_without_end_is_told(monkeypatch):
     monkeypatch.setattr(pattern_trial, "SECONDS", 0.5)
     names = ["model.layers.0.self_attn.q_proj.weight", "", "\ud800", "x" * 1000]

@@ -25,6 +25,7 @@ from billfish.checkpoints.write.resumable_writer import write
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="locks and signals as POSIX has them")
 
 
+@pytest.mark.promise("files", "of several processes with one OUT one writes, the others name it")
 def test_one_of_several_wins_and_the_others_say_who():
     """`make attack` has 500 rounds."""
     row = races(12, seed=1)
@@ -33,6 +34,7 @@ def test_one_of_several_wins_and_the_others_say_who():
     assert row.refused > 12  # in some rounds there are three
 
 
+@pytest.mark.promise("files", "killed at any system call, the same command ends with the same bytes")
 @pytest.mark.parametrize("earlier", first(2, ["s", "replaced", "", "other"]))
 def test_killed_at_every_call_the_next_run_ends_with_the_same_bytes(tmp_path, earlier):
     """A first run, one that goes on with what an earlier one left, one that removes it, and one that replaces OUT."""
@@ -53,6 +55,7 @@ def test_killed_at_every_call_the_next_run_ends_with_the_same_bytes(tmp_path, ea
     assert len(statuses) > 8
 
 
+@pytest.mark.promise("files", "so it does after SIGKILL, SIGTERM or SIGINT at any moment")
 def test_ended_at_random_the_last_run_ends_with_the_same_bytes():
     """`make attack` has 200 signals."""
     row = kills(12, seed=1)
@@ -119,6 +122,7 @@ def test_a_lock_file_that_is_removed_before_it_is_locked_is_not_enough(tmp_path,
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.promise("files", "`OUT.partial` and lock files of others are left alone")
 @pytest.mark.parametrize(
     "content", ["mine", "{}", '{"billfish": "lock"}', "[1]", "[" * 9000, '"' + "x" * 20_000, "9" * 9000, "x"]
 )

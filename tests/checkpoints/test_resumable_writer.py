@@ -67,6 +67,7 @@ def test_it_writes_what_was_planned(tmp_path, folder):
     assert os.listdir(tmp_path) == ["out"]
 
 
+@pytest.mark.promise("files", "stopped at any byte, likewise")
 @pytest.mark.parametrize("folder", [True, False])
 def test_stopped_at_every_byte_it_goes_on(tmp_path, folder):
     """A stopped run leaves a prefix of each file: every such prefix, made by hand."""
@@ -92,6 +93,7 @@ def test_stopped_at_every_byte_it_goes_on(tmp_path, folder):
             shutil.rmtree(tmp_path / "out") if folder else (tmp_path / "out").unlink()
 
 
+@pytest.mark.promise("files", "bytes lost in a power cut are written again")
 @pytest.mark.parametrize("damage", ["zeros", "flipped", "cut in the middle", "header", "digests", "no digests"])
 def test_bytes_that_were_lost_are_written_again(tmp_path, damage):
     """After a power cut a file may be as long as it was, with zeros where nothing had reached the disk."""
@@ -129,6 +131,7 @@ def test_another_plan_starts_over(tmp_path):
     assert contents(tmp_path / "out") == whole
 
 
+@pytest.mark.promise("files", "an existing OUT is not touched without `--force`")
 def test_an_existing_output_is_not_touched(tmp_path):
     for out in ("file", "folder", "link"):
         path = tmp_path / out
@@ -164,6 +167,7 @@ def test_an_existing_output_is_replaced_when_the_new_one_is_whole(tmp_path, fold
     assert sorted(os.listdir(tmp_path)) == ["new", "out"]
 
 
+@pytest.mark.promise("files", "an existing OUT is not touched without `--force`")
 @pytest.mark.parametrize("folder", [True, False])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")])
 @pytest.mark.parametrize("continues", [True, False])
@@ -257,6 +261,7 @@ def fill_up(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     monkeypatch.setattr(engine, "_write_piece", write_piece)
 
 
+@pytest.mark.promise("files", "after a full disk the same command continues")
 @pytest.mark.parametrize("room", [8, 10, 15, 16, 33, 39])  # of 40 bytes of the first file
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_full_disk_leaves_what_is_whole(tmp_path, monkeypatch, room, earlier):
@@ -471,6 +476,7 @@ def a_linked_output(path: Path) -> None:
     (path / "output").symlink_to("../elsewhere")
 
 
+@pytest.mark.promise("files", "`OUT.partial` and lock files of others are left alone")
 @pytest.mark.parametrize(
     "make",
     [
@@ -501,6 +507,7 @@ def test_what_is_not_ours_is_left_alone(tmp_path, make, settings):
     assert (made, tree(tmp_path)) == ([], before)
 
 
+@pytest.mark.promise("files", "an existing OUT is not touched without `--force`")
 def test_a_finished_output_of_somebody_else_is_not_taken_for_ours(tmp_path):
     """OUT with our plan beside it, and no file of ours left to rename: it must be this very output."""
     ours(tmp_path / "out.partial")
@@ -524,6 +531,7 @@ def test_a_finished_output_of_somebody_else_is_not_taken_for_ours(tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
+@pytest.mark.promise("files", "files respect the umask and replace old ones atomically")
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions as POSIX has them")
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
 @pytest.mark.parametrize("folder", [True, False])

@@ -305,6 +305,7 @@ def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.mark.promise("threads", "Ctrl-C shows no traceback; `convert` and `quantize` say how to continue")
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
 def test_a_real_ctrl_c(tmp_path):
     """The signal itself, while tensors are quantized on all threads."""

@@ -67,6 +67,7 @@ def test_options_without_a_command_are_wrong(words, capsys):
     assert capsys.readouterr().err.startswith("usage: billfish COMMAND ...")
 
 
+@pytest.mark.promise("threads", "Ctrl-C shows no traceback; `convert` and `quantize` say how to continue")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_ctrl_c_shows_no_traceback(name, capsys, monkeypatch):
     words = shlex.split(COMMANDS[name].example)[1:]
@@ -79,6 +80,7 @@ def test_ctrl_c_shows_no_traceback(name, capsys, monkeypatch):
     assert ("same command continues" in captured.err) == COMMANDS[name].resumes
 
 
+@pytest.mark.promise("inputs", "too little memory for the process is told in a line")
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
 def test_too_little_memory_is_told_in_a_line(error, capsys, monkeypatch):
     monkeypatch.setattr(module_of("run"), "run", Mock(side_effect=error))

@@ -36,6 +36,7 @@ def test_a_closed_output_is_no_error(words):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.promise("inputs", "closed, full and broken output streams give no traceback")
 @POSIX
 def test_a_closed_output_does_not_keep_a_command_from_its_work(tmp_path):
     write_folder(tmp_path / "in", "plain")
@@ -55,6 +56,7 @@ def test_errors_are_not_printed_to_the_output_where_theirs_is_closed():
     assert (done.returncode, done.stdout) == (2, "")
 
 
+@pytest.mark.promise("inputs", "closed, full and broken output streams give no traceback")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize("words", [["formats"], ["--help"], ["--version"], []])
 def test_a_full_disk_behind_the_output_is_told(words):
@@ -63,6 +65,7 @@ def test_a_full_disk_behind_the_output_is_told(words):
     assert done.returncode == 2
 
 
+@pytest.mark.promise("inputs", "closed, full and broken output streams give no traceback")
 @POSIX
 @pytest.mark.parametrize("redirection", ["| true", "2>&1 | true", "2>&1 >/dev/null | true"])
 @pytest.mark.parametrize("words", [["formats"], ["nonsense"]])
@@ -79,6 +82,7 @@ def test_a_reader_that_goes_away_is_told_nothing(redirection, words):
 # ---- what is no UTF-8 ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("inputs", "arguments and paths on the command line may be any bytes")
 @POSIX
 def test_paths_that_are_no_text(tmp_path, capsys):
     write_folder(tmp_path / f"in{ODD}", "plain")
@@ -94,6 +98,7 @@ def test_paths_that_are_no_text(tmp_path, capsys):
     assert "no such file" in capsys.readouterr().err
 
 
+@pytest.mark.promise("inputs", "arguments and paths on the command line may be any bytes")
 @pytest.mark.parametrize(
     "line",
     [
@@ -126,6 +131,7 @@ def test_words_that_are_no_text_are_told(line, tmp_path, monkeypatch, capsys):
     assert os.listdir(tmp_path) == ["in"]
 
 
+@pytest.mark.promise("inputs", "invalid text, token ids and KV caches of other models are refused")
 def test_a_prompt_that_is_no_text(tmp_path, monkeypatch, capsys):
     write_model(tmp_path / "small.gguf", Small())
     words = ["run", str(tmp_path / "small.gguf"), "-n", "1"]

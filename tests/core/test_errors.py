@@ -265,6 +265,7 @@ CASES = [
 ]
 
 
+@pytest.mark.promise("inputs", "a wrong argument raises a `BillfishError`, and nothing is written")
 @pytest.mark.parametrize(("call", "error", "facts"), CASES, ids=[facts for _, _, facts in CASES])
 def test_an_error_names_what_is_wrong(call, error, facts):
     with pytest.raises(error) as caught:
@@ -288,6 +289,7 @@ def test_a_quantized_tensor_does_not_turn_into_an_array_by_accident():
         np.asarray(Q)
 
 
+@pytest.mark.promise("inputs", "a wrong argument raises a `BillfishError`, and nothing is written")
 def test_nothing_is_written_when_an_argument_is_wrong():
     out = np.full((4, 64), 7, np.float64)
     with pytest.raises(bf.DTypeError):

@@ -40,6 +40,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
+@pytest.mark.promise("files", "files respect the umask and replace old ones atomically")
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o027, 0o077])
 def test_a_new_file_has_what_the_umask_leaves(tmp_path, mask):
     with umask(mask):
@@ -60,6 +61,7 @@ def test_a_replaced_file_keeps_its_permissions(tmp_path, kept, mask):
     assert (path.read_bytes(), mode(path)) == (b"new", kept)
 
 
+@pytest.mark.promise("files", "files respect the umask and replace old ones atomically")
 @pytest.mark.parametrize("failing", ["write", "fsync", "replace"])
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_a_failure_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, failing, error):
@@ -83,6 +85,7 @@ def test_a_failure_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, faili
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.promise("files", "files respect the umask and replace old ones atomically")
 def test_the_bytes_are_on_the_disk_before_the_file_has_its_name(tmp_path, monkeypatch):
     calls = []
     for name in ("fsync", "replace"):
@@ -113,6 +116,7 @@ def test_a_pipe_stays_a_pipe(tmp_path):
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("inputs", "only regular files are opened as models: no pipes, no devices")
 def test_only_regular_files_are_opened(tmp_path):
     """A pipe would wait for a writer, a device for its end. A link to a regular file is one."""
     (tmp_path / "file").write_bytes(b"content")
@@ -143,6 +147,7 @@ def test_paths_are_strings_or_paths():
             path_of("load", odd)
 
 
+@pytest.mark.promise("inputs", "loading allocates at most 64 MB plus 8 times the file")
 def test_memory_grows_with_the_file():
     assert is_affordable(64 << 20, 0)
     assert not is_affordable((64 << 20) + 1, 0)

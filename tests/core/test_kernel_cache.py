@@ -36,6 +36,9 @@ def test_the_folder_is_for_this_user_alone(folder):
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.promise(
+    "files", "compiled kernels are loaded only from a folder of the user's own, if their digest is right"
+)
 def test_what_is_not_what_was_added_is_missing(folder):
     cache = KernelCache("cuda")
     path = cache.add("a.cubin", b"code")
@@ -55,6 +58,9 @@ def test_what_is_not_what_was_added_is_missing(folder):
     assert cache.find("planted.so") is None
 
 
+@pytest.mark.promise(
+    "files", "compiled kernels are loaded only from a folder of the user's own, if their digest is right"
+)
 @needs_root
 def test_the_folder_of_another_user_is_not_used(folder):
     """Whoever made the shared folder first must not choose what others run."""
@@ -81,6 +87,9 @@ def test_the_file_or_link_of_another_user_is_missing(folder):
     assert KernelCache("cuda").folder != folder
 
 
+@pytest.mark.promise(
+    "files", "compiled kernels are loaded only from a folder of the user's own, if their digest is right"
+)
 @needs_root
 def test_a_folder_whose_entries_others_may_rename_is_not_used(folder):
     """They could put another folder in the place of ours after we have looked at it."""

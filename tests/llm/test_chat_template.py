@@ -21,6 +21,7 @@ POSIX = pytest.mark.skipif(sys.platform == "win32", reason="no limits of time an
 USER = [{"role": "user", "content": "hello"}]
 
 
+@pytest.mark.promise("chat templates", "a template reaches no Python objects and no files; its errors become ours")
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -51,6 +52,7 @@ def test_what_a_template_does_wrong_is_told(source, message):
     assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.promise("chat templates", "time and memory are limited, even within one operation")
 @POSIX
 @pytest.mark.parametrize(
     "source",
@@ -72,6 +74,7 @@ def test_time_is_limited(source):
     assert "more than 2 s" in str(caught.value)
 
 
+@pytest.mark.promise("chat templates", "time and memory are limited, even within one operation")
 @pytest.mark.skipif(sys.platform != "linux", reason="no limit of memory")
 @pytest.mark.parametrize(
     "source",
@@ -94,6 +97,7 @@ def test_memory_is_limited(source):
         ChatTemplate(source).render(USER)
 
 
+@pytest.mark.promise("chat templates", "a template that does not compile is an error, however deep or long")
 @pytest.mark.parametrize(
     "source",
     [
@@ -116,6 +120,7 @@ def test_what_does_not_compile_is_told(source):
     assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.promise("chat templates", "the next text works after a failure, and no process is left behind")
 def test_a_template_goes_on_after_a_failure():
     """An error, a process that ended, and one that was killed."""
     source = "{% if messages[0].role == 'user' %}{{ messages[0].content }}{% else %}{{ 1/0 }}{% endif %}"
@@ -151,6 +156,7 @@ def test_options_of_json():
     assert ChatTemplate(source).render([{"role": "user", "content": "é"}]) == '{"content":"é","role":"user"}'
 
 
+@pytest.mark.promise("chat templates", "its process has an empty environment and another folder: no tokens, no keys")
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at the process as Linux shows it")
 def test_a_template_has_neither_environment_nor_folder_of_ours(monkeypatch, tmp_path):
     monkeypatch.setenv("SOME_TOKEN", "secret")
@@ -180,6 +186,7 @@ def test_a_process_that_another_thread_took_is_no_error(monkeypatch):
     assert ChatTemplate("ok").render(USER) == "ok"
 
 
+@pytest.mark.promise("threads", "matmuls, generation (even on one KV cache) and chat templates are thread-safe")
 def test_threads_take_turns():
     template = ChatTemplate("{{ messages[0].content }}")
     wrong: list[str] = []
@@ -198,6 +205,7 @@ def test_threads_take_turns():
     assert wrong == []
 
 
+@pytest.mark.promise("threads", "matmuls, generation (even on one KV cache) and chat templates are thread-safe")
 @POSIX
 def test_threads_are_not_disturbed_by_what_ends_the_process():
     template = ChatTemplate("{% for a in range(messages[0].n) %}{% for b in range(99999) %}{% endfor %}{% endfor %}ok")
@@ -229,6 +237,7 @@ del template
 """
 
 
+@pytest.mark.promise("threads", "CPU kernels and chat templates work after a fork")
 @POSIX
 def test_a_fork_has_a_process_of_its_own():
     """In a process without threads: pytest's has some."""
@@ -236,6 +245,7 @@ def test_a_fork_has_a_process_of_its_own():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.promise("chat templates", "the next text works after a failure, and no process is left behind")
 @POSIX
 def test_nothing_is_left_of_a_process():
     template = ChatTemplate("")

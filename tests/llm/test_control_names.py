@@ -32,6 +32,7 @@ def controls(model: bf.llm.Model, tokens: list[int]) -> list[int]:
     return [token for token in tokens if model.tokenizer.kinds[token] == CONTROL]
 
 
+@pytest.mark.promise("server", "a message cannot write control tokens, and so no turns")
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_message_cannot_write_control_tokens(model, text):
     """All of its text is there, and nothing but text."""
@@ -57,6 +58,7 @@ def test_a_text_without_names_is_encoded_as_ever(model):
     assert ControlNames(model.tokenizer, ["<s>"]).guarded("x<s>y") == "x<s>y"
 
 
+@pytest.mark.promise("server", "a message cannot write control tokens, and so no turns")
 def test_a_pasted_page_forges_no_turn_on_the_server(tmp_path):
     """In messages, tools and results; /apply-template shows the text as it was."""
     write_model(tmp_path / "m.gguf", Small(template=TOOLS_TEMPLATE, context=2048))

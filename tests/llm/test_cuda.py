@@ -172,6 +172,7 @@ def test_two_texts_that_take_turns_get_what_they_get_alone(pair):
     assert texts == alone
 
 
+@pytest.mark.promise("numerics", "a row has the same bits alone and in a batch, where the docs say so")
 def test_a_text_gets_the_same_bits_alone_and_beside_others(pair, monkeypatch):
     _, gpu = pair("qwen2", "Q4_K")
     monkeypatch.setattr(bf.BACKENDS["cuda"], "batch_invariant", True)

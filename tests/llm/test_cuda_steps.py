@@ -275,6 +275,7 @@ class Code(int):
     name = "CUDA_ERROR_OUT_OF_MEMORY"
 
 
+@pytest.mark.promise("server", "a GPU without memory left is told, with numbers; nothing is half loaded")
 def test_memory_that_ends_while_weights_are_packed_is_known_by_its_code(gpu, tmp_path, monkeypatch, capsys):
     """Not by the text of an error, which other errors may have as well."""
     write_model(tmp_path / "model.gguf", SMALL)
@@ -293,6 +294,7 @@ def test_memory_that_ends_while_weights_are_packed_is_known_by_its_code(gpu, tmp
     assert not isinstance(caught.value, (BackendUnavailable, MemoryError))
 
 
+@pytest.mark.promise("server", "a GPU without memory left is told, with numbers; nothing is half loaded")
 def test_caches_without_room_are_told_of_streams_by_an_engine(gpu, model, monkeypatch):
     """`serve` spoke of llm.generate."""
     monkeypatch.setattr(gpu, "cuMemAlloc", lambda nbytes: (Code(2), 0))

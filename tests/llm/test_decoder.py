@@ -138,6 +138,7 @@ def test_a_text_that_is_not_finite_spoils_no_other(path_of, activations, monkeyp
     assert_same_bits(other, model.decoder.run([(model.cache(), [7])], activations)[0])
 
 
+@pytest.mark.promise("numerics", "the same call gives the same bits for any number of threads")
 @pytest.mark.parametrize("activations", ["exact", "q8", "q16"])
 def test_any_number_of_threads_gives_the_same_bits(path_of, activations):
     model = load(path_of(MODELS["gemma"]))

@@ -78,6 +78,7 @@ def interrupted(call, at: int) -> bool:
     return False
 
 
+@pytest.mark.promise("threads", "an interrupt at any instruction, or a failed step, leaves KV caches valid")
 def test_an_interrupt_at_any_instruction_leaves_a_cache_whole(model):
     """Its tokens are as before, or all those of the call; the keys are theirs, and the next run needs no repair."""
     start, more = TOKENS[:15], TOKENS[15:20]  # the room of 16 positions has to grow
@@ -123,6 +124,7 @@ class Failing:
         raise self._error
 
 
+@pytest.mark.promise("threads", "an interrupt at any instruction, or a failed step, leaves KV caches valid")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
 def test_a_run_that_fails_leaves_all_caches_as_they_were(model, monkeypatch, error):
     caches = [model.cache() for _ in range(3)]
@@ -136,6 +138,7 @@ def test_a_run_that_fails_leaves_all_caches_as_they_were(model, monkeypatch, err
         assert holds(model, cache, TOKENS[: 5 + i])
 
 
+@pytest.mark.promise("inputs", "invalid text, token ids and KV caches of other models are refused")
 @pytest.mark.parametrize("token", [-1, 261, 2**40, -(2**40)])
 def test_tokens_that_are_none(model, token):
     cache = model.cache()
@@ -178,6 +181,7 @@ def test_an_answer_left_half_way_makes_room_for_the_next(model):
     assert first.tokens == alone(model, TOKENS[:20])
 
 
+@pytest.mark.promise("threads", "matmuls, generation (even on one KV cache) and chat templates are thread-safe")
 def test_answers_of_several_threads_on_one_cache_are_what_they_are_alone(model):
     cache, prompts = model.cache(), [TOKENS[i : i + 12] for i in range(6)]
 
@@ -218,6 +222,7 @@ def test_one_text_cannot_come_twice_in_a_batch(model):
 # ---- whose cache it is ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("inputs", "invalid text, token ids and KV caches of other models are refused")
 @pytest.mark.parametrize(
     "other", [Small(layers=1), Small(kv_heads=1), Small(head_size=16), Small(context=4 * CpuDecoder.chunk)]
 )

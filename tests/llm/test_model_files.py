@@ -25,6 +25,7 @@ MODELS = {
 }
 
 
+@pytest.mark.promise("files", "overwriting a file changes nothing in a model that was loaded from it")
 @pytest.mark.parametrize("name", [*MODELS, "folder"])
 def test_a_running_model_reads_nothing_of_its_file(tmp_path, name):
     if name == "folder":

@@ -314,6 +314,7 @@ def test_eval_command(path, tmp_path, capsys):
         assert "cannot read --text" in capsys.readouterr().err
 
 
+@pytest.mark.promise("inputs", "a text for `eval` may be a pipe, and ends after 256 MB")
 @pytest.mark.skipif(sys.platform == "win32", reason="no such device")
 def test_eval_reads_pipes_and_not_for_ever(path, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("billfish.core.files.MOST_TEXT", 1 << 20)

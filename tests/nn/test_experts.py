@@ -323,6 +323,7 @@ def test_conversions_leave_storage_alone():
     assert_near(y.float(), before(x, ids, weights), 1e-2)
 
 
+@pytest.mark.promise("threads", "a layer's weights change only by `set_storage` or `load_state_dict`")
 def test_writes_to_copies_change_nothing_and_set_storage_does():
     block, given = layer(), routing()
     before = block(*given)

@@ -75,6 +75,7 @@ def test_mlx_arrays_are_copies_too(format):
     assert_same_bits(np.array(layer(x)), np.array(MlxLinear.from_quantized(other)(x)))
 
 
+@pytest.mark.promise("threads", "a layer's weights change only by `set_storage` or `load_state_dict`")
 @FORMATS
 def test_other_weights_come_in_by_set_storage_and_load_state_dict(format):
     layer, _ = make_layer(format)

@@ -66,6 +66,9 @@ def test_what_clients_send_is_served(server, fields):
     assert "x-billfish-ignored" not in headers
 
 
+@pytest.mark.promise(
+    "server", "a field that would change the answer is used, or refused by name; an unknown one is named in a header"
+)
 def test_unknown_fields_are_ignored_and_told(server, caplog):
     caplog.set_level(logging.WARNING, "billfish.serving")
     messages = [{"role": "user", "content": "ab", "provider_specific_fields": {"a": 1}}] * 2
@@ -77,6 +80,9 @@ def test_unknown_fields_are_ignored_and_told(server, caplog):
     assert CHAT in line
 
 
+@pytest.mark.promise(
+    "server", "a field that would change the answer is used, or refused by name; an unknown one is named in a header"
+)
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -70,6 +70,10 @@ def test_answers_with_and_without_a_grammar_beside_each_other(model):
     jsonschema.validate(json.loads(texts.pop()), PERSON)
 
 
+@pytest.mark.promise(
+    "server",
+    "a JSON schema is bounded and compiled in a process of its own; no schema ends the server or keeps others waiting",
+)
 def test_long_texts_without_a_choice_are_not_encoded_at_each_token(model, monkeypatch):
     """llguidance asks for the tokens of all that is left, for each token again: it stalled every stream."""
     asked, encode = [0], type(model.tokenizer).encode

@@ -218,6 +218,10 @@ def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         yield running
 
 
+@pytest.mark.promise(
+    "server",
+    "a JSON schema is bounded and compiled in a process of its own; no schema ends the server or keeps others waiting",
+)
 def test_a_server_survives_every_schema(server):
     for schema, why in [
         *TOO_LARGE.values(),
@@ -233,6 +237,10 @@ def test_a_server_survives_every_schema(server):
     assert answer(post(server[1]))[0] == 200
 
 
+@pytest.mark.promise(
+    "server",
+    "a JSON schema is bounded and compiled in a process of its own; no schema ends the server or keeps others waiting",
+)
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_schemas_that_take_long_keep_no_chat_waiting(server):
     started, url = server

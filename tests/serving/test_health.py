@@ -37,6 +37,10 @@ def health(url: str) -> tuple[int, str]:
     return status, answer["status"]
 
 
+@pytest.mark.promise("server", "a GPU that is lost ends the engine, its clients are told, and `/health` says so")
+@pytest.mark.promise(
+    "server", "an engine that fails answers every client with 500, `/health` is 503, and the process ends with a code"
+)
 def test_clients_and_monitors_learn_of_an_engine_that_ends(path, monkeypatch, caplog):
     """One request runs, one waits, then the thread ends. Later ones are refused, and the server ends by itself."""
     monkeypatch.setattr(server_module, "FAILED_SECONDS", 1.0)
@@ -115,6 +119,8 @@ class Code(int):
     name = "CUDA_ERROR_MISALIGNED_ADDRESS"
 
 
+@pytest.mark.promise("server", "a GPU that is lost ends the engine, its clients are told, and `/health` says so")
+@pytest.mark.promise("server", "a GPU error after which nothing runs is told from one of a single request")
 @pytest.mark.parametrize("call", ["cuEventSynchronize", "cuMemcpyHtoDAsync"])
 def test_a_device_that_is_lost_ends_the_engine(monkeypatch, tmp_path, call):
     """By its code, in whatever call it comes. An error that the device survives ends its requests alone."""
@@ -144,6 +150,9 @@ def test_a_device_that_is_lost_ends_the_engine(monkeypatch, tmp_path, call):
     gpu.forget()
 
 
+@pytest.mark.promise(
+    "server", "an engine that fails answers every client with 500, `/health` is 503, and the process ends with a code"
+)
 @pytest.mark.process
 @pytest.mark.parametrize("fronts", ["0", "2"])
 def test_the_process_ends_with_a_code_and_a_sentence(path, fronts):

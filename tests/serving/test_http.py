@@ -184,6 +184,7 @@ def test_null_is_as_good_as_no_field(server):
     assert status == 200, answer
 
 
+@pytest.mark.promise("server", "a body may be any bytes of any length")
 @pytest.mark.parametrize(
     "body",
     [
@@ -210,6 +211,7 @@ def test_a_hostile_body_is_refused(server, body):
     assert refused(server, COMPLETIONS, body)["param"] in ("body", "prompt", "temperature", "seed")
 
 
+@pytest.mark.promise("server", "a body may be any bytes of any length")
 def test_a_body_that_is_too_large(server, monkeypatch):
     monkeypatch.setattr(bodies, "BODY_BYTES", 100_000)
     assert refused(server, COMPLETIONS, b"x" * 100_001, 413)["code"] == "body_too_large"
@@ -281,6 +283,7 @@ def test_choices_and_calls_that_are_wrong(folder):
 # ---- keys ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("server", "with API keys nobody is served without one; comparison takes constant time")
 def test_a_key_is_asked_for(folder):
     with serving(folder / "small.gguf", streams=1, keys=["first", "second"]) as server:
         body = {"prompt": "ab", "max_tokens": 1}
@@ -297,6 +300,7 @@ def test_a_key_is_asked_for(folder):
             assert answer.status == 200
 
 
+@pytest.mark.promise("server", "with API keys nobody is served without one; comparison takes constant time")
 def test_keys_are_compared_in_constant_time(monkeypatch):
     compared = []
 
@@ -325,6 +329,7 @@ def test_files_of_keys(tmp_path):
 # ---- many, and those who leave ------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("server", "a full queue answers 429 at once")
 def test_a_full_queue_is_refused_at_once(folder):
     with serving(folder / "long.gguf", context=LONG, streams=1, queue=1) as server, ThreadPoolExecutor(2) as pool:
         connections = [_ask(server, ENDLESS) for _ in range(2)]
@@ -341,6 +346,7 @@ def test_a_full_queue_is_refused_at_once(folder):
         until(lambda: server.engine.counts().running == 0)
 
 
+@pytest.mark.promise("server", "a client that disconnects frees its slot")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_is_cancelled(folder, stream):
     with serving(folder / "long.gguf", context=LONG, streams=2) as server:
@@ -353,6 +359,7 @@ def test_a_client_that_goes_is_cancelled(folder, stream):
         assert server.engine.counts().finished["cancelled"] == 2
 
 
+@pytest.mark.promise("server", "a client that disconnects frees its slot")
 def test_a_client_that_goes_gets_no_vectors(folder):
     with serving(folder / "long.gguf", context=LONG, streams=1) as server:
         connection = _ask(server, {"input": ["ab" * 5000] * 40}, EMBEDDINGS)
@@ -418,6 +425,7 @@ def _ask(server: Running, body: object, path: str = COMPLETIONS) -> http.client.
 # ---- the command --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("server", "SIGTERM loses no answer")
 def test_sigterm_finishes_what_runs_and_refuses_what_comes(folder):
     with process(str(folder / "long.gguf"), "--streams", "1", "--context", str(LONG)) as (started, url):
         line = started.stdout.readline()

@@ -70,6 +70,10 @@ def is_healthy(server: Running | str) -> bool:
 # ---- heads --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(
+    "server",
+    "headers, trailers, pipelines and connections are limited in size, number and time; slow ones keep nobody out",
+)
 @pytest.mark.parametrize(
     ("begin", "endless"),
     [
@@ -187,6 +191,10 @@ def test_the_oldest_idle_connection_makes_room(model, monkeypatch):
         assert answer_to(idle[0]) == b""
 
 
+@pytest.mark.promise(
+    "server",
+    "headers, trailers, pipelines and connections are limited in size, number and time; slow ones keep nobody out",
+)
 @pytest.mark.process
 def test_slow_heads_do_not_keep_others_out(model):
     """More connections than the process may have files: others are served at once."""
@@ -212,6 +220,7 @@ def test_slow_heads_do_not_keep_others_out(model):
 # ---- bodies -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("server", "bodies that arrive have a limit together")
 def test_bodies_have_a_limit_together(model, monkeypatch):
     """The body that has been arriving for longest makes room."""
     monkeypatch.setattr(server_module, "BODIES_BYTES", 3_000_000)
@@ -250,6 +259,7 @@ def test_names_of_the_host_that_are_not(host):
     assert not HostCheck(None, Keys([]), ["llm.example.com"]).allows(host)
 
 
+@pytest.mark.promise("server", "without API keys, requests for public host names are refused (DNS rebinding)")
 def test_a_page_whose_name_leads_here_gets_nothing(server, model):
     """DNS rebinding: the browser takes the server for the page's own, and sends the page's name."""
     body, names = {"prompt": "ab", "max_tokens": 1}, {"Origin": "http://evil.example.com", "Host": "evil.example.com"}

@@ -34,6 +34,9 @@ def assert_idle(engine: Engine) -> None:
 # ---- requests that are preempted ------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(
+    "server", "where memory ends a request waits, is read again and goes on; with `--activations exact` to the bit"
+)
 @pytest.mark.parametrize("architecture", ["llama", "qwen35"])
 def test_preempted_requests_get_what_each_gets_alone(tmp_path, architecture):
     """Memory for little more than one long request: those that came last wait, are read again and go on, to the bit."""
@@ -67,6 +70,10 @@ def test_preempted_requests_get_what_each_gets_alone(tmp_path, architecture):
         np.testing.assert_array_equal(vector, model.pool(model.hidden(request.prompt)))
 
 
+@pytest.mark.promise(
+    "server",
+    "no request is lost or gets another's tokens under cancels, full queues, preemptions (`make soak`)",
+)
 def test_a_small_soak(tmp_path):
     found, record = serving_soak.soak(small_model(tmp_path, hidden=32, context=256), 200)
     assert found.wrong == []
@@ -161,6 +168,9 @@ def test_streams_that_memory_could_not_hold_at_once(gpu, tmp_path):
         Engine(other, streams=256, context=8192)
 
 
+@pytest.mark.promise(
+    "server", "where memory ends a request waits, is read again and goes on; with `--activations exact` to the bit"
+)
 def test_requests_of_a_gpu_are_preempted_and_go_on(gpu, tmp_path):
     model = loaded(tmp_path)
     with Engine(model, streams=6, context=256, cache_tokens=384) as engine:
@@ -204,6 +214,7 @@ def test_the_oldest_text_is_forgotten_where_memory_ends(gpu, tmp_path):
     assert cached[-1] == 0
 
 
+@pytest.mark.promise("server", "a sequence never writes to a page of the KV cache that another reads")
 def test_a_sequence_that_goes_back_writes_no_page_of_another(gpu, tmp_path):
     model = loaded(tmp_path)
     decoder, sampler = model.decoder, Sampling().sampler()
@@ -234,6 +245,7 @@ def test_a_sequence_that_goes_back_writes_no_page_of_another(gpu, tmp_path):
     assert (pool.shared, pool.used) == (0, 4)
 
 
+@pytest.mark.promise("server", "a sequence never writes to a page of the KV cache that another reads")
 def test_pages_of_windows_are_shared(gpu, tmp_path):
     """A sequence moves on, and does not write to pages that another still attends to."""
     write_architecture(tmp_path, "gemma3", max_position_embeddings=1024)

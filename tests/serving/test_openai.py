@@ -84,6 +84,7 @@ def test_a_completion_is_what_generate_gives_alone(server, client, settings):
     assert found.choices[0].text == alone(server, "abba", raw=True, max_tokens=12, **settings)
 
 
+@pytest.mark.promise("server", "with `--activations exact` an answer does not depend on what else is served")
 def test_answers_to_many_at_once_are_what_each_is_alone(server, client):
     prompts = [f"{i} ab" * (1 + i % 5) for i in range(16)]
 

@@ -159,6 +159,7 @@ def test_what_is_wrong_is_told_and_what_was_written_stays(driver, server):
     assert find(driver, "prompt").get_attribute("value") == text
 
 
+@pytest.mark.promise("server", "the chat page never renders a model's text as HTML")
 def test_texts_are_never_html(driver, server):
     driver.get(server.url)
     wait(driver, lambda: find(driver, "model").text == "small")

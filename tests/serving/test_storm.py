@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import serving_storm
 from llm_models import Small, write_model
 from serving_http import serving
 
 
+@pytest.mark.promise("server", "with `--activations exact` an answer does not depend on what else is served")
 def test_a_small_storm(tmp_path):
     write_model(tmp_path / "small.gguf", Small(context=256))
     with serving(tmp_path / "small.gguf", streams=3, queue=2) as server:

@@ -32,6 +32,9 @@ def cached(url: str, key: str, body: dict) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.promise(
+    "server", "a key learns nothing of another's prompts by `cached_tokens` or time, unless `--share-prefixes` is set"
+)
 def test_a_key_does_not_see_what_another_has_asked(path):
     with serving(path, keys=["one", "two"], streams=4, queue=4) as server:
         assert cached(server.url, "one", BODY) == 0
@@ -42,6 +45,9 @@ def test_a_key_does_not_see_what_another_has_asked(path):
         assert cached(server.url, "one", BODY) > 0
 
 
+@pytest.mark.promise(
+    "server", "a key learns nothing of another's prompts by `cached_tokens` or time, unless `--share-prefixes` is set"
+)
 def test_a_slot_that_changes_its_owner_keeps_nothing(path):
     """One stream: each key in turn has the same slot."""
     with serving(path, keys=["one", "two"], streams=1, queue=4) as server:
@@ -54,6 +60,7 @@ def test_prefixes_may_be_shared(path):
         assert cached(server.url, "two", BODY) > 0
 
 
+@pytest.mark.promise("server", "SIGHUP replaces the API keys; logs hold no prompt")
 def test_logs_hold_no_prompt(path, caplog):
     secret = "zqsecret"
     with caplog.at_level(logging.DEBUG), serving(path, streams=1, queue=1) as server:
@@ -85,6 +92,7 @@ def test_keys_that_cannot_be_read_stay_as_they_were(path, caplog):
     assert keys.check("Bearer new") != keys.check("Bearer newer")
 
 
+@pytest.mark.promise("server", "SIGHUP replaces the API keys; logs hold no prompt")
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGHUP")
 @pytest.mark.process
 def test_keys_are_read_again_at_sighup(path, tmp_path):

@@ -67,6 +67,10 @@ def test_small_terms_stay_where_the_largest_x_meets_a_zero(level):
     np.testing.assert_allclose(multiply(backend, x, backend.pack(q)), x[:, 1:] @ bf.dequantize(q)[:, 1:].T, rtol=1e-6)
 
 
+@pytest.mark.promise(
+    "numerics",
+    "exact matmuls on the CPU are within [the bound](cpu.md) of float32, for any finite input and result",
+)
 @pytest.mark.parametrize(
     ("level", "format", "huge"), diagonal(6, _cpu.levels(), bf.FORMATS.values(), [1e7, 1e12, 1e30])
 )
@@ -95,6 +99,10 @@ X_OF_ALL_SIZES = {
 }
 
 
+@pytest.mark.promise(
+    "numerics",
+    "exact matmuls on the CPU are within [the bound](cpu.md) of float32, for any finite input and result",
+)
 @pytest.mark.parametrize(("level", "format", "kind"), diagonal(3, _cpu.levels(), bf.FORMATS.values(), X_OF_ALL_SIZES))
 def test_x_of_all_sizes(level, format, kind):
     make_x = X_OF_ALL_SIZES[kind]
@@ -142,6 +150,7 @@ def test_columns_in_another_order():
         assert_within_the_bound(bf.quantized_linear(x, q, backend="cpu"), x, w, np.abs(w))
 
 
+@pytest.mark.promise("numerics", "a row has the same bits alone and in a batch, where the docs say so")
 @LEVELS
 @pytest.mark.parametrize("name", ["q4_0", "q4_k", "u4"])
 def test_a_row_has_its_bits_alone_and_beside_any_others(level, name):
@@ -187,6 +196,7 @@ def check_all_activations(level: str, q: bf.QuantizedTensor, sizes: tuple[float,
                 assert_within_the_bound(y[:, representable], values, w[representable], size[representable])
 
 
+@pytest.mark.promise("numerics", "`q8` and `q16` give finite results where the exact result is finite")
 @pytest.mark.parametrize(("level", "format", "scale"), diagonal(3, _cpu.levels(), bf.FORMATS.values(), [1e-6, 1, 1e3]))
 def test_x_of_any_size_with_every_format(level, format, scale):
     check_all_activations(level, bf.quantize(gaussian((20, columns_of(format))) * np.float32(scale), format))
@@ -214,6 +224,7 @@ def test_a_global_scale_of_any_size(level, name, scale):
     check_all_activations(level, bf.QuantizedTensor.from_planes(name, planes | scales))
 
 
+@pytest.mark.promise("numerics", "`q8` and `q16` give finite results where the exact result is finite")
 @pytest.mark.parametrize("activations", DIGITS)
 @pytest.mark.parametrize("size", [1e28, 1e34, 5e36])
 def test_products_with_large_weights_are_finite(activations, size):
@@ -225,6 +236,7 @@ def test_products_with_large_weights_are_finite(activations, size):
 # ---- what is kept ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("numerics", "a thread keeps at most 8 MiB of scratch memory")
 @pytest.mark.parametrize("activations", DIGITS)
 def test_a_thread_keeps_little_of_the_room_for_a_large_x(activations):
     q, kept = bf.quantize(gaussian((8, 2048)), "q4_0"), {}
@@ -286,6 +298,10 @@ def cancelling(m: int, k: int) -> np.ndarray:
     return x
 
 
+@pytest.mark.promise(
+    "numerics",
+    "exact matmuls on the CPU are within [the bound](cpu.md) of float32, for any finite input and result",
+)
 @pytest.mark.parametrize(
     ("level", "format", "activations"), diagonal(6, _cpu.levels(), bf.FORMATS.values(), ["exact", "q16", "q8"])
 )

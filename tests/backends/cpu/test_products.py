@@ -142,6 +142,7 @@ def test_packed_weights_take_no_more_than_five_percent_more(level, format):
     assert backend_at(level).pack(q).nbytes <= allowed * q.nbytes
 
 
+@pytest.mark.promise("numerics", "the same call gives the same bits for any number of threads")
 @LEVELS
 @pytest.mark.parametrize("activations", ["exact", "q8", "q16"])
 def test_same_bits_for_any_number_of_threads(level, activations):
@@ -175,6 +176,7 @@ def test_isa_level_neon_i8mm_has_the_bits_of_neon_dotprod():
     assert (done.returncode, done.stdout.split()) == (0, list(bf.FORMATS)), done.stderr
 
 
+@pytest.mark.promise("threads", "matmuls, generation (even on one KV cache) and chat templates are thread-safe")
 def test_calls_from_several_python_threads_at_once():
     q = bf.quantize(gaussian((256, 512)), "q4_0")
     x = gaussian((4, 512))
@@ -221,6 +223,7 @@ def test_no_columns_give_the_bias(rows, activations):
         expected = np.zeros_like(expected)
 
 
+@pytest.mark.promise("threads", "CPU kernels and chat templates work after a fork")
 def test_works_after_fork():
     subprocess.run([sys.executable, "-W", "ignore", "-c", RUN_IN_A_CHILD], check=True, timeout=60)
 

@@ -59,6 +59,7 @@ while helpers() != 2:  # a thread that has ended is listed for a moment more
 """
 
 
+@pytest.mark.promise("threads", "if a thread cannot be started, the others do its work")
 @LINUX
 @pytest.mark.parametrize("megabytes", [1, 100])
 def test_goes_on_with_the_threads_that_start(megabytes):
@@ -124,6 +125,7 @@ bf.quantized_linear(x, q, activations="q8")
 """
 
 
+@pytest.mark.promise("threads", "a process exits while daemon threads multiply")
 @pytest.mark.parametrize("_", range(4))
 def test_the_process_ends_while_daemon_threads_multiply(_):
     run_python(DAEMONS)
@@ -232,6 +234,7 @@ if hasattr(os, "sched_setaffinity"):
 """
 
 
+@pytest.mark.promise("threads", "CPU kernels and chat templates work after a fork")
 def test_changed_defaults_are_seen_after_a_fork_and_by_set_threads():
     run_python(CHANGES, OMP_NUM_THREADS="3")
 

@@ -59,6 +59,7 @@ def test_other_files_are_not_bricks(tmp_path):
             PackedBricks.load(tmp_path / name)
 
 
+@pytest.mark.promise("inputs", "packed weights of the wrong shape never reach a kernel")
 @pytest.mark.parametrize("change", [{"element": "Int4\n#include <x>"}, {"offset": "x"}, {"groups": 3}, {"table": (1,)}])
 def test_kinds_that_no_kernel_has_are_refused(change):
     """A file may name them, and they would be compiled."""
@@ -66,6 +67,7 @@ def test_kinds_that_no_kernel_has_are_refused(change):
         replace(PackedBricks.of(make("u4b8", 128, {}, 0)).kind, **change)
 
 
+@pytest.mark.promise("inputs", "packed weights of the wrong shape never reach a kernel")
 @pytest.mark.parametrize("change", [{"shape": (999, 128)}, {"shape": (-1, 128)}, {"row_scale": np.ones(3, np.float32)}])
 def test_bricks_that_do_not_fit_their_shape_are_refused(change):
     with pytest.raises(bf.ShapeError, match=r"PackedBricks"):
