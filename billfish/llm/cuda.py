@@ -32,7 +32,8 @@ from billfish.core.errors import BackendUnavailable, DataError, ModelError, bad_
 from billfish.core.typing import Activations
 from billfish.llm.cuda_blocks import BlockMaker
 from billfish.llm.cuda_kv_cache import CudaCache, SequencePool
-from billfish.llm.cuda_steps import SCORED, CudaSteps, Fed, Result, Scratch, choices, padded, rows_of
+from billfish.llm.cuda_sampling import choices
+from billfish.llm.cuda_steps import SCORED, CudaSteps, Fed, Result, Scratch, padded, rows_of
 from billfish.llm.cuda_weights import GpuWeights
 from billfish.llm.decoder_base import PENDING, Decoder, Passage, PendingStep, with_drafts
 from billfish.llm.drafting.drafter import MOST_DRAFTED
@@ -64,15 +65,17 @@ class CudaPending(PendingStep):
         self.results: list[Result] = []
         self._places: list[tuple[weakref.ref[CudaCache], int]] = []  # where caches hold PENDING
         self._choices: list[list[Choice]] | None = None
+        self.late: Result | None = None  # the step whose late rows are not sampled yet
+        self.befores: list[CudaPending] = []  # which choose the tokens that late rows are fed
+        self._error: BaseException | None = None
 
     @property
     def done(self) -> bool:
         return self._choices is not None
 
     def on_device(self, cache: CudaCache) -> bool:
-        """Whether the device itself chooses the token of a cache, and the only one."""
-        number = self._number(cache)
-        return not self._samplers[number].needs_scores and not self._drafts[number]
+        """Whether a cache has one token chosen, so that the device has it."""
+        return not self._drafts[self._number(cache)]
 
     def token_of(self, cache: CudaCache) -> int:
         return self.tokens()[self._number(cache)]
@@ -90,10 +93,26 @@ class CudaPending(PendingStep):
             if (found := cache()) is not None:
                 del found.tokens[length:]
 
+    def sample_late(self) -> None:
+        """An error is raised by `choices`: the next step, which may not want these rows, calls this as well."""
+        if self.late is None or self._decoder is None:
+            return
+        late, self.late = self.late, None
+        try:
+            for before in self.befores:
+                before.choices()
+            self._decoder.sample_late(late, self._samplers)
+        except BaseException as error:
+            self._error = error
+        self.befores = []
+
     def choices(self) -> list[list[Choice]]:
         if self._choices is None:
             assert self._decoder is not None
+            self.sample_late()
             try:
+                if self._error is not None:
+                    raise self._error
                 chosen = self._decoder.read(self.results, self._samplers, self._drafts)
             except BaseException:
                 self.undo()
@@ -139,6 +158,7 @@ class CudaDecoder(Decoder):
             raise BackendUnavailable(failure(CALL, problem, "Use device='cpu', or a smaller model."))
         self._lock = RLock()  # the stream and the memory of steps are for one call at a time
         self._ahead: Ahead | None = None
+        self._late: weakref.ref[CudaPending] | None = None  # whose last step has late rows that are not sampled
 
     def pack(self, under_way: Callable[[], object]) -> None:
         under_way()
@@ -310,10 +330,25 @@ class CudaDecoder(Decoder):
                     for _ in range(right):  # the first one's random number was counted when the step was submitted
                         sampler.move_on()
                     chosen[number] = [sampler.choice(token) for token in picked[: right + 1]]
+            if result.late_result is not None:
+                for number, (token, scored) in zip(result.late, result.late_result.read(), strict=True):
+                    samplers[number].took(token, scored)
+                    chosen[number] = [samplers[number].choice(token)]
         with self._lock:
             for result in results:
                 self._steps.give_back(result)
         return chosen
+
+    def sample_late(self, result: Result, samplers: Sequence[Sampler]) -> None:
+        """Sample the late rows of the last step."""
+        with self._lock, current(self._ordinal):
+            self._steps.sample_late(result, samplers)
+
+    def _finish_late(self) -> None:
+        """The next step writes where the late rows of the last one are."""
+        late, self._late = None if self._late is None else self._late(), None
+        if late is not None:
+            late.sample_late()
 
     @property
     def _together(self) -> int:
@@ -328,6 +363,7 @@ class CudaDecoder(Decoder):
             if tokens != [PENDING] or cache.choosing is None:
                 self.check_tokens("llm.run", "tokens", tokens)
         with self._locked(passages), self._lock, current(self._ordinal):
+            self._finish_late()
             backend = BACKENDS["cuda"]
             assert isinstance(backend, CudaBackend)
             self._layers.batch_invariant = bool(backend.batch_invariant)
@@ -367,11 +403,15 @@ class CudaDecoder(Decoder):
         pieces = self._pieces(with_drafts(given, drafts))
         decoding = [fed for fed in pieces if fed.number in single]
         prompts = [fed for fed in pieces if fed.number not in single]
+        choosers = {cache.choosing for cache, tokens in given if tokens == [PENDING]}
         try:
             for decodes, parts in self._groups(decoding, prompts):
+                self._finish_late()
                 asked = [fed.number for fed in (*decodes, *parts) if fed.last and fed.number in by_number]
                 of_step = {number: by_number[number] for number in asked}
                 pending.results.append(self._steps.launch(decodes, parts, of_step, activations or "exact"))
+                if pending.results[-1].late:
+                    pending.late, pending.befores, self._late = pending.results[-1], [*choosers], weakref.ref(pending)
                 self._taken([*decodes, *parts])
         except BaseException:
             pending.undo()
@@ -391,7 +431,7 @@ class CudaDecoder(Decoder):
         chooser: CudaPending | None = cache.choosing
         if tokens != [PENDING] or chooser is None:
             return tokens
-        unknown = not chooser.done and chooser.on_device(cache) and self._steps.knows(cache)
+        unknown = not chooser.done and self._steps.knows(cache)
         return tokens if unknown else [chooser.token_of(cache)]
 
     def _pieces(self, passages: Sequence[Passage]) -> list[Fed]:

@@ -38,13 +38,13 @@ from billfish.backends.cuda.recurrent import Chunk, chunk_inputs
 from billfish.backends.cuda.step_memory import CHOICE, Batch, StepMemory, input_layout, input_views
 from billfish.llm.cuda_blocks import SequenceLayout
 from billfish.llm.cuda_kv_cache import CudaCache
+from billfish.llm.cuda_sampling import LateResult, LateRow, LateSampling, Staging, choices
 from billfish.llm.decoder_base import PENDING
 from billfish.llm.sampler import Sampler
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # of steps where all sequences decode
 LONG = 2048  # positions of a sequence from which on more CTAs share its keys,
 FEW_ENOUGH = 8  # where the sequences are so few that there are CTAs left
-COLDEST = 1e-30  # of temperatures: below it, all but the best token have no chance, and float32 no inverse
 SCORED = 64  # rows of logits that there is memory for, at least
 PROGRAMS_KEPT = 256
 
@@ -102,29 +102,16 @@ class Scratch:
             synchronize(0)  # no other stream waits for this one
 
 
-class Staging:
-    """Pinned memory that one step is sent from, and the end of its copies."""
-
-    def __init__(self, ordinal: int) -> None:
-        self._ordinal, self.sent = ordinal, Event(ordinal)
-        self._memory = Pinned(1 << 12, ordinal)
-
-    def take(self, nbytes: int) -> Pinned:
-        """Memory that no copy reads any more."""
-        self.sent.wait()
-        if self._memory.array.nbytes < nbytes:
-            self._memory = Pinned(2 * nbytes, self._ordinal)
-        return self._memory
-
-
 class Result:
-    """What a step chooses: tokens, in the order of its scored rows, and logits that were asked for."""
+    """What a step chooses: tokens, in the order of its scored rows."""
 
     def __init__(self, count: int, ordinal: int) -> None:
         self._tokens, self._done = Pinned(4 * count, ordinal), Event(ordinal)
         self._logits: Pinned | None = None
         self.numbers: dict[int, range] = {}  # of passages: the places of each in `tokens`
-        self.places: dict[int, int] = {}  # of passages that want logits: the first place of each in these
+        self.places: dict[int, int] = {}  # of drafts that want logits: the first place of each in these
+        self.late: dict[int, LateRow] = {}  # of passages: rows that are sampled late
+        self.late_result: LateResult | None = None  # their tokens, when that is under way
         self.count = count
 
     @property
@@ -181,6 +168,7 @@ class CudaSteps:
         self._layers, self._stream, self._scratch = layers, stream, scratch
         self._chunk, self.most_rows, self._pages = chunk, most_rows, pages
         self.sequences = self.captures = 0
+        self._late = LateSampling(layers, stream)
         self._stagings = [Staging(stream.ordinal) for _ in range(self.STAGINGS)]
         self._results: list[Result] = []  # that nobody reads
         self._programs: OrderedDict[Any, Any] = OrderedDict()
@@ -243,7 +231,7 @@ class CudaSteps:
     ) -> Result:
         """One step; it is under way when this returns. Each of `decoding` has one token, and behind it those that were
         drafted: a row each, with the sums of a sequence that decodes alone. samplers: of passages whose next token is
-        asked for, by number. Of `prompts`, those end with this step."""
+        asked for, by number; `sample_late` chooses some of them. Of `prompts`, those end with this step."""
         step = self.memory
         self._count += 1
         fed = (*decoding, *prompts)
@@ -261,13 +249,26 @@ class CudaSteps:
             if each.cache.states is not None:
                 each.cache.states.save(made)
         result = self._results.pop() if self._results else Result(step.scored, self._stream.ordinal)
-        result.numbers = {number: place for number, place in places.items() if number in samplers}
-        on_host = {number: place for number, place in result.numbers.items() if samplers[number].needs_scores}
-        result.fetch(self._stream, step, on_host, self._layers.vocabulary)
+        asked = {number: rows for number, rows in places.items() if number in samplers}
+        with_scores = {number: rows for number, rows in asked.items() if samplers[number].needs_scores}
+        late = {number: rows.start for number, rows in with_scores.items() if len(rows) == 1}
+        # Whether a row behind a draft counts, and its penalties and mask, depend on the rows before it: the host looks.
+        drafted = {number: rows for number, rows in with_scores.items() if number not in late}
+        slots = {each.number: self._row_of(each.cache).number for each in fed}
+        result.late = {number: LateRow(row, slots[number]) for number, row in late.items()}
+        result.numbers = {number: rows for number, rows in asked.items() if number not in late}
+        result.fetch(self._stream, step, drafted, self._layers.vocabulary)
         return result
+
+    def sample_late(self, result: Result, samplers: Sequence[Sampler]) -> None:
+        """Sample the late rows of the last step: when the tokens before them are known, and before the next step."""
+        result.late_result = self._late.launch(self.memory, result.late, samplers)
 
     def give_back(self, result: Result) -> None:
         """Nobody reads it any more."""
+        if result.late_result is not None:
+            self._late.give_back(result.late_result)
+            result.late_result = None
         if result.count == self.memory.scored:
             self._results.append(result)
 
@@ -404,7 +405,8 @@ class CudaSteps:
             places[each.number] = range(row, row + len(each.tokens))
             row += len(each.tokens)
         places |= {number: range(batch.decoding + i, batch.decoding + i + 1) for i, (number, _) in enumerate(ends)}
-        chosen = [each for each in (*decoding, *prompts) if each.number in samplers]
+        now = {number for number, sampler in samplers.items() if not sampler.needs_scores}
+        chosen = [each for each in (*decoding, *prompts) if each.number in now]
         which = [place for each in chosen for place in places[each.number]]
         how[which] = choices([samplers[each.number] for each in chosen], [len(places[each.number]) for each in chosen])
         alone = [each for each in chosen if len(places[each.number]) == 1]
@@ -476,21 +478,10 @@ class CudaSteps:
             batch = Batch(count, 0, blocks=8, scored=1)
             if not self._scratch.state:  # a model without recurrent layers
                 self._program((batch, activations, invariant))
+        self._layers.prepare_late(self.memory)
         synchronize(self._stream.pointer)
 
 
 def rows_of(decoding: Sequence[Fed]) -> int:
     """One for each token."""
     return sum(len(each.tokens) for each in decoding)
-
-
-def choices(samplers: Sequence[Sampler], counts: Sequence[int] | None = None) -> NDArray[Any]:
-    """How the next tokens are chosen, as the GPU takes it. counts: of each sampler; None: one token of each."""
-
-    def rows(s: Sampler, count: int) -> list[tuple[float, float, float, int, int, int, float]]:
-        temperature = s.how.temperature if s.how.temperature > COLDEST else 0.0
-        how = temperature, s.how.top_p, s.how.min_p, min(s.how.top_k, 2**31 - 1), 0, 0
-        return [(*how, random) for random in s.upcoming(count)]
-
-    each = zip(samplers, [1] * len(samplers) if counts is None else counts, strict=True)
-    return np.array([row for sampler, count in each for row in rows(sampler, count)], CHOICE)

@@ -31,6 +31,10 @@ class PendingStep(ABC):
         """The last one of each."""
         return [choices[-1].token for choices in self.choices()]
 
+    def sample_late(self) -> None:  # noqa: B027  # most choose all tokens at once
+        """Choose the tokens that depend on those of the step before, which have been asked for by now. `tokens`, or the
+        next step, does it otherwise."""
+
 
 class FinishedStep(PendingStep):
     def __init__(self, choices: list[list[Choice]]) -> None:
@@ -155,8 +159,8 @@ class Decoder(ABC):
     ) -> PendingStep:
         """As `choose`, or with drafts as `verify`, but a decoder that `overlaps` does not wait for the device.
 
-        Its passages may be [PENDING]: the token that the pending step before chooses for that cache, whose sampler
-        does not need scores. The cache holds PENDING in its place until that step's tokens are asked for.
+        Its passages may be [PENDING]: the token that the pending step before chooses for that cache. The cache holds
+        PENDING in its place until that step's tokens are asked for.
         """
         if any(drafts):
             return FinishedStep(self.verify(passages, samplers, drafts, activations))

@@ -165,12 +165,17 @@ class Matcher:
         self._state, self._size = state, size
         self._check()
 
-    def allowed(self) -> NDArray[np.bool_]:
-        """Which tokens may come next [vocabulary]; the model's ends where the answer may be over."""
+    def bits(self) -> NDArray[np.uint8]:
+        """Which tokens may come next, a bit for each, the lowest of a byte first; the model's ends where the answer may
+        be over."""
         with self._errors():
             bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
             self._check()
-        return np.unpackbits(bits, bitorder="little", count=self._size).astype(np.bool_)
+        return bits
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """The same as booleans [vocabulary]."""
+        return np.unpackbits(self.bits(), bitorder="little", count=self._size).astype(np.bool_)
 
     def take(self, token: int) -> None:
         """The token was chosen."""

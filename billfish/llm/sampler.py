@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +105,55 @@ def _is_number(value: object, least: float, most: float | None, kind: type = Rea
     return least <= number and (most is None or (number <= most and math.isfinite(number)))
 
 
+# What is done to the logit of a token: times a factor, if it was seen; then less `minus`, and more `plus`.
+ADJUSTMENT = np.dtype([("token", "i4"), ("seen", "i4"), ("minus", "f4"), ("plus", "f4")])
+
+
+class Adjustments:
+    """Penalties and biases of one answer: an ADJUSTMENT for each token that has any.
+
+    above, below: the repetition penalty's factors of logits above 0, and of others.
+    backends/cuda/adjust.cu does what `apply` does.
+    """
+
+    def __init__(self, how: Sampling, prompt: Collection[int]) -> None:
+        self.above, self.below = np.float32(1 / how.repetition_penalty), np.float32(how.repetition_penalty)
+        self._how = how
+        self._entries, self._places, self._counts = np.zeros(16, ADJUSTMENT), dict[int, int](), Counter[int]()
+        if how.repetition_penalty != 1:
+            for token in dict.fromkeys(prompt):
+                self._entry(token)["seen"] = 1
+        for token, bias in how.logit_bias.items():
+            self._entry(token)["plus"] = bias
+
+    @property
+    def entries(self) -> NDArray[Any]:
+        return self._entries[: len(self._places)]
+
+    def _entry(self, token: int) -> Any:
+        place = self._places.setdefault(token, len(self._places))
+        if place == len(self._entries):
+            self._entries = np.concatenate([self._entries, np.zeros(place, ADJUSTMENT)])
+        entry = self._entries[place]
+        entry["token"] = token
+        return entry
+
+    def add(self, token: int) -> None:
+        """The answer has the token once more."""
+        self._counts[token] += 1
+        minus = self._counts[token] * self._how.frequency_penalty + self._how.presence_penalty
+        entry = self._entry(token)
+        entry["seen"], entry["minus"] = 1, minus
+
+    def apply(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Adjusted logits, in memory of their own."""
+        logits, entries = logits.copy(), self.entries
+        before = logits[entries["token"]]
+        scaled = before * np.where(before > 0, self.above, self.below)
+        logits[entries["token"]] = np.where(entries["seen"], scaled, before) - entries["minus"] + entries["plus"]
+        return logits
+
+
 class Sampler:
     """Chooses the tokens of one answer. It holds the state of the random numbers and of the penalties.
 
@@ -111,17 +161,20 @@ class Sampler:
     error: why it cannot choose any more.
     """
 
+    alternatives: int | None = None  # so many of the best tokens are wanted with their log probabilities
+
     def __init__(self, how: Sampling, prompt: Sequence[int] = ()) -> None:
-        self.scored: list[Scored] = []
+        self.scored: Sequence[Scored] = ()
         self.error = ""
         self.how = how
         self._upcoming: list[float] = []  # random numbers that were drawn before their tokens are chosen
-        self._seen, self._counts = set(prompt), Counter[int]()
+        adjusts = how.presence_penalty or how.frequency_penalty or how.repetition_penalty != 1 or len(how.logit_bias)
+        self.adjustments = Adjustments(how, prompt) if adjusts else None
 
     @property
     def needs_scores(self) -> bool:
-        """Whether the sampler must see the logits: a GPU knows temperature, top_k, top_p and min_p alone."""
-        return self._adjusts
+        """Whether more than logits, temperature, top_k, top_p and min_p decides, or log probabilities are wanted."""
+        return self.adjustments is not None
 
     @property
     def complete(self) -> bool:
@@ -132,13 +185,6 @@ class Sampler:
     def takes_best(self) -> bool:
         """Whether decoding is greedy: the token with the largest logit is enough."""
         return self.how.temperature == 0 and not self.needs_scores
-
-    @cached_property
-    def _adjusts(self) -> bool:
-        how = self.how
-        return bool(
-            how.presence_penalty or how.frequency_penalty or how.repetition_penalty != 1 or len(how.logit_bias) > 0
-        )
 
     @cached_property
     def _random(self) -> np.random.Generator:
@@ -175,31 +221,25 @@ class Sampler:
                 break
         return chosen
 
+    def mask(self) -> NDArray[np.uint8] | None:
+        """A bit for each token, the lowest of a byte first, that says whether it may come next. None: all may."""
+        return None
+
+    def took(self, token: int, scored: Sequence[Scored] = ()) -> None:
+        """Note that the next token was chosen, and its log probabilities, if they are wanted."""
+        self.move_on()
+        if self.adjustments is not None:
+            self.adjustments.add(token)
+
     def choose(self, logits: NDArray[np.float32]) -> int:
         """Choose the next token from the logits [vocabulary]."""
         token = choose_token(self.adjusted(logits), self.how, self.peek())
-        self.move_on()
-        if self._adjusts:
-            self._seen.add(token)
-            self._counts[token] += 1
+        self.took(token)
         return token
 
     def adjusted(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the logits with penalties and biases."""
-        if not self._adjusts:
-            return logits
-        how, logits = self.how, logits.copy()
-        if how.repetition_penalty != 1 and self._seen:
-            seen = np.fromiter(self._seen, np.intp)
-            factors = np.where(logits[seen] > 0, 1 / how.repetition_penalty, how.repetition_penalty)
-            logits[seen] *= factors.astype(np.float32)
-        if self._counts:
-            there = np.fromiter(self._counts, np.intp)
-            counts = np.fromiter(self._counts.values(), np.float64)
-            logits[there] -= (counts * how.frequency_penalty + how.presence_penalty).astype(np.float32)
-        for token, bias in how.logit_bias.items():
-            logits[token] += bias
-        return logits
+        return logits if self.adjustments is None else self.adjustments.apply(logits)
 
 
 class RequestSampler(Sampler):
@@ -211,32 +251,47 @@ class RequestSampler(Sampler):
     ) -> None:
         """matcher: which tokens a grammar allows. logprobs: how many of the best tokens `scored` has."""
         super().__init__(how, prompt)
-        self._matcher, self._logprobs = matcher, logprobs
+        self._matcher, self.alternatives = matcher, logprobs
 
     @property
     def needs_scores(self) -> bool:
-        return self._matcher is not None or self._logprobs is not None or super().needs_scores
+        return self._matcher is not None or self.alternatives is not None or super().needs_scores
 
     @property
     def complete(self) -> bool:
         """Whether the grammar leaves nothing to add."""
-        return self._matcher is not None and self._matcher.complete
+        return self._matcher is not None and not self.error and self._matcher.complete
+
+    def mask(self) -> NDArray[np.uint8] | None:
+        with self._keeping_errors():
+            if self._matcher is not None and not self.error:
+                return self._matcher.bits()
+        return None
 
     def adjusted(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         logits = super().adjusted(logits)
         return logits if self._matcher is None else np.where(self._matcher.allowed(), logits, np.float32(-np.inf))
 
-    def choose(self, logits: NDArray[np.float32]) -> int:
-        try:
-            token = super().choose(logits)
-            if self._matcher is not None:
+    def took(self, token: int, scored: Sequence[Scored] = ()) -> None:
+        super().took(token)
+        self.scored = scored
+        with self._keeping_errors():
+            if self._matcher is not None and not self.error:
                 self._matcher.take(token)
-        except Exception as error:
-            self.error = explained(error)
-            return 0  # nobody takes it
-        if self._logprobs is not None:
-            self.scored = with_best(logits, token, self._logprobs)
+
+    def choose(self, logits: NDArray[np.float32]) -> int:
+        token = 0  # nobody takes it, if there is an error
+        with self._keeping_errors():
+            token = choose_token(self.adjusted(logits), self.how, self.peek())
+        self.took(token, () if self.alternatives is None else with_best(logits, token, self.alternatives))
         return token
+
+    @contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.error = self.error or explained(error)
 
 
 def with_best(logits: NDArray[np.float32], token: int, count: int) -> list[Scored]:

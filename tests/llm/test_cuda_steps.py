@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from cuda_fake_gpu import VOCABULARY, FakeGpu
 from llm_architectures import write_model as write_architecture
@@ -14,10 +16,11 @@ from serving_support import submit
 import billfish as bf
 from billfish.backends.cuda import step_memory
 from billfish.core.errors import BackendUnavailable
-from billfish.llm import Model, cuda, cuda_kv_cache, cuda_steps, load
+from billfish.llm import Model, cuda, cuda_kv_cache, cuda_sampling, cuda_steps, load
+from billfish.llm.decoder_base import PENDING
 from billfish.llm.drafting.drafter import Controller, Drafter
 from billfish.llm.generation import Generation
-from billfish.llm.sampler import Sampling
+from billfish.llm.sampler import RequestSampler, Sampler, Sampling, with_best
 from billfish.serving.engine.engine import Engine
 from billfish.serving.engine.requests import Request
 
@@ -123,8 +126,7 @@ def test_texts_without_a_sampler_are_only_fed(gpu, model):
         check_fed(gpu, text, cache.lists[0].pages)
 
 
-def test_what_the_kernel_does_not_choose_is_chosen_from_scores(gpu, model):
-    """In the same pass as the others."""
+def test_late_rows_are_sampled_in_the_same_pass_as_the_others(gpu, model):
     texts = [counting(50, 1), counting(100, 80), counting(150, 70), counting(20, 1)]
     caches, biased = [model.cache() for _ in texts], Sampling(logit_bias={9: 5.0})
     samplers = [Sampling().sampler(), biased.sampler(), Sampling(presence_penalty=0.5).sampler(), biased.sampler()]
@@ -133,6 +135,96 @@ def test_what_the_kernel_does_not_choose_is_chosen_from_scores(gpu, model):
     for cache, text in zip(caches, texts, strict=True):
         assert cache.tokens == text
         check_fed(gpu, text, cache.lists[0].pages)
+
+
+class EverySecond:
+    """A grammar that allows every second token behind the last one, and fails after so many."""
+
+    complete = False
+
+    def __init__(self, last: int, most: int = 1000) -> None:
+        self.last, self.left = last, most
+
+    def allowed(self) -> np.ndarray:
+        if not self.left:
+            raise ValueError("the grammar gives up")
+        return np.arange(VOCABULARY) % 2 == self.last % 2
+
+    def bits(self) -> np.ndarray:
+        return np.packbits(self.allowed(), bitorder="little")
+
+    def take(self, token: int) -> None:
+        assert self.allowed()[token]
+        self.last, self.left = token, self.left - 1
+
+
+def kinds_of_samplers(first: int) -> list[Sampler]:
+    """All reasons to be sampled late, and none."""
+    drawn = {"temperature": 1.0, "top_k": 3, "seed": 5}
+    return [
+        Sampling(presence_penalty=2.0, logit_bias={9: 1.5, 10: 1.25}).sampler(),
+        Sampling().sampler(),
+        RequestSampler(Sampling(repetition_penalty=3.0, logit_bias={12: 0.9}), [first], None, 4),
+        RequestSampler(Sampling(), [first], EverySecond(first)),
+        RequestSampler(Sampling(**drawn), [first], EverySecond(first), 0),
+        RequestSampler(Sampling(), [first], EverySecond(first, most=5)),
+    ]
+
+
+def test_late_rows_get_the_tokens_of_the_numpy_sampler(gpu, model, monkeypatch):
+    """Each step is submitted before anybody asks for the tokens of the one before. The late rows of most are sampled
+    because the next step begins, or because their tokens are wanted."""
+    monkeypatch.setattr(cuda_sampling, "FEWEST_ROWS", 2)
+    caches, samplers, texts = [model.cache() for _ in range(6)], kinds_of_samplers(7), [[7] for _ in range(6)]
+    pending = model.decoder.submit(list(zip(caches, texts, strict=True)), samplers, None)
+    scored = [list[Any]() for _ in samplers]
+    for number in range(12):
+        following = model.decoder.submit([(cache, [PENDING]) for cache in caches], samplers, None)
+        for text, token, scores, sampler in zip(texts, pending.tokens(), scored, samplers, strict=True):
+            text.append(token)
+            scores.append(getattr(sampler, "scored", None))
+        if number % 3:
+            following.sample_late()
+        pending = following
+    for text, scores, sampler, alone in zip(texts, scored, samplers, kinds_of_samplers(7), strict=True):
+        expected, logits = [7], []
+        for _ in range(12):
+            logits.append((np.arange(VOCABULARY) == (expected[-1] + 1) % VOCABULARY).astype(np.float32))
+            expected.append(alone.choose(logits[-1]))
+            if getattr(alone, "error", ""):
+                assert sampler.error == alone.error
+                break
+        length = len(expected) - bool(getattr(alone, "error", ""))
+        assert text[:length] == expected[:length]
+        if sampler.alternatives is not None:
+            for row, token, made in zip(logits, expected[1:], scores, strict=True):
+                best = with_best(row, token, sampler.alternatives)
+                assert [token for token, _ in made] == [token for token, _ in best]
+                assert np.allclose([each for _, each in made], [each for _, each in best])
+    assert max(len(step) for step in gpu.fed) == 8
+    assert len(gpu.fed) == 12  # the last one waits for nobody
+
+
+def test_late_requests_take_part_in_every_step(gpu, model):
+    """A penalty, log probabilities and a grammar beside a plain request: each has a token of each step."""
+    with Engine(model, streams=4, context=200) as engine:
+        grammar = SimpleNamespace(matcher=lambda: EverySecond(8))
+        requests = [
+            Request([8], 40),
+            Request([8], 40, Sampling(frequency_penalty=0.5)),
+            Request([8], 40, logprobs=2),
+            Request([8], 40, grammar=grammar),
+        ]
+        answers = [submit(engine, request).wait() for request in requests]
+        alone = engine.counts().steps
+        answers += [answer.wait() for answer in [submit(engine, request) for request in requests]]
+        assert engine.counts().steps - alone <= 50
+        assert alone <= 4 * 45
+    for answer in (*answers[:3], *answers[4:7]):
+        assert answer.ids == counting(9, 40)
+    for answer in (answers[3], answers[7]):
+        assert all(token % 2 == 0 for token in answer.ids)
+        assert len(answer.ids) == 40
 
 
 def test_an_engine_on_a_gpu(gpu, model):

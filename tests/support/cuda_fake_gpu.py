@@ -19,7 +19,9 @@ import pytest
 from cuda_fake import FakeDriver, Names
 
 from billfish.backends.cuda import decoder, step_memory
-from billfish.llm import cuda, cuda_kv_cache, cuda_states, cuda_steps
+from billfish.backends.cuda.late_rows import LATE_ROW, MOST_SCORED, SCORED_TOKEN
+from billfish.llm import cuda, cuda_kv_cache, cuda_sampling, cuda_states, cuda_steps
+from billfish.llm.sampler import ADJUSTMENT, Sampling, choose_token, with_best
 
 VOCABULARY = 261
 
@@ -36,7 +38,7 @@ class FakeGpu(FakeDriver):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
-        for module in (decoder, step_memory, cuda, cuda_kv_cache, cuda_states, cuda_steps):
+        for module in (decoder, step_memory, cuda, cuda_kv_cache, cuda_sampling, cuda_states, cuda_steps):
             monkeypatch.setattr(module, "driver", lambda: self)
         monkeypatch.setattr(decoder, "compile_together", lambda *_: None)
         self.capture: list[Any] | None = None
@@ -48,6 +50,7 @@ class FakeGpu(FakeDriver):
         self.queue: list[Callable[[], object]] = []  # what is launched and not done
         self.events: dict[int, int] = {}  # how much was launched before each
         self.done = 0
+        self._adjusted = 0  # where adjusted logits are
 
     def _new(self) -> int:
         self.objects.add(1 + len(self.objects) + len(self.graphs))
@@ -203,6 +206,14 @@ class FakeGpu(FakeDriver):
             self.fed.append([(int(t), int(p), int(page)) for t, p, page in zip(tokens, positions, pages, strict=True)])
         elif source == "normalize.cu" and values[3]:
             self._scored = numbers(values[3], grid[0]).copy()
+        elif source == "adjust.cu":
+            adjust_rows(grid, *values)
+            self._adjusted = values[3]
+        elif source == "log_probabilities.cu":
+            log_probabilities(grid, *values)
+        elif source == "choose.cu" and values[0] == self._adjusted:
+            logits = numbers(values[0], rows * VOCABULARY, ctypes.c_float).reshape(rows, VOCABULARY)
+            self.put_chosen(drawn_tokens(logits, values[2]), *values[2:])
         elif source == "choose.cu":
             tokens = (self._now[0][self._scored[:rows]] + 1) % VOCABULARY
             logits = numbers(values[0], rows * VOCABULARY, ctypes.c_float).reshape(rows, VOCABULARY)
@@ -217,6 +228,50 @@ class FakeGpu(FakeDriver):
         how = numbers(choices, len(tokens) * step_memory.CHOICE.itemsize, ctypes.c_uint8).view(step_memory.CHOICE)
         numbers(picked, len(tokens))[:] = tokens
         numbers(chosen, int(how["slot"].max()) + 1)[how["slot"]] = tokens
+
+
+def drawn_tokens(logits: np.ndarray, choices: int) -> np.ndarray:
+    """As choose.cu has them."""
+    how = numbers(choices, len(logits) * step_memory.CHOICE.itemsize, ctypes.c_uint8).view(step_memory.CHOICE)
+    tokens = logits.argmax(axis=1)
+    for i, (row, each) in enumerate(zip(logits, how, strict=True)):
+        if each["temperature"] > 0:
+            limits = {name: each[name].item() for name in ("temperature", "top_k", "top_p", "min_p")}
+            tokens[i] = choose_token(row, Sampling(**limits), each["random"])
+    return tokens
+
+
+def late_rows(rows: int, pointer: int) -> np.ndarray:
+    return numbers(pointer, rows * LATE_ROW.itemsize, ctypes.c_uint8).view(LATE_ROW)
+
+
+def adjust_rows(grid: tuple[int, ...], logits: int, vocabulary: int, rows: int, out: int) -> None:
+    """As adjust.cu does."""
+    for i, row in enumerate(late_rows(grid[1], rows)):
+        before = numbers(logits + 4 * vocabulary * int(row["row"]), vocabulary, ctypes.c_float)
+        after = numbers(out + 4 * vocabulary * i, vocabulary, ctypes.c_float)
+        after[:] = before
+        if row["count"]:
+            nbytes = int(row["count"]) * ADJUSTMENT.itemsize
+            for token, seen, minus, plus in numbers(int(row["adjustments"]), nbytes, ctypes.c_uint8).view(ADJUSTMENT):
+                logit = before[token]
+                if seen:
+                    logit = logit * (row["above"] if logit > 0 else row["below"])
+                after[token] = logit - minus + plus
+        if row["mask"]:
+            bits = numbers(int(row["mask"]), -(-vocabulary // 8), ctypes.c_uint8)
+            after[np.unpackbits(bits, bitorder="little", count=vocabulary) == 0] = -np.inf
+
+
+def log_probabilities(grid: tuple[int, ...], logits: int, vocabulary: int, rows: int, picked: int, out: int) -> None:
+    """As log_probabilities.cu does."""
+    tokens = numbers(picked, grid[0])
+    scored = numbers(out, grid[0] * MOST_SCORED * SCORED_TOKEN.itemsize, ctypes.c_uint8).view(SCORED_TOKEN)
+    for i, row in enumerate(late_rows(grid[0], rows)):
+        if row["alternatives"] >= 0:
+            scores = numbers(logits + 4 * vocabulary * int(row["row"]), vocabulary, ctypes.c_float)
+            found = with_best(scores, int(tokens[i]), int(row["alternatives"]))
+            scored[i * MOST_SCORED : i * MOST_SCORED + len(found)] = found
 
 
 def chosen_tokens(tokens: int, chosen: int, rows: int) -> np.ndarray:

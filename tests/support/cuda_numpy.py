@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_fake_gpu import FakeGpu, chosen_tokens
+from cuda_fake_gpu import FakeGpu, adjust_rows, chosen_tokens, drawn_tokens, log_probabilities
 from cuda_numpy_mixture import MixtureKernels
 from cuda_numpy_recurrent import RecurrentKernels
 from cuda_views import finite, gated, rms, rows_at, sigmoid, view
@@ -131,7 +131,14 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
         self, macros: dict[str, str], grid: tuple[int, ...], scores: int, vocabulary: int, choices: int, picked: int,
         chosen: int,
     ) -> None:  # fmt: skip
-        self.put_chosen(view(scores, np.float32, grid[1], vocabulary).argmax(axis=1), choices, picked, chosen)
+        tokens = drawn_tokens(view(scores, np.float32, grid[1], vocabulary), choices)
+        self.put_chosen(tokens, choices, picked, chosen)
+
+    def adjust(self, macros: dict[str, str], grid: tuple[int, ...], *pointers: int) -> None:
+        adjust_rows(grid, *pointers)
+
+    def log_probabilities(self, macros: dict[str, str], grid: tuple[int, ...], *pointers: int) -> None:
+        log_probabilities(grid, *pointers)
 
     # ---- attention ------------------------------------------------------------------------------------------------
 

@@ -23,12 +23,15 @@ from billfish.backends.cuda.attention import DeviceAttention, power_of_two
 from billfish.backends.cuda.block import DeviceBlock
 from billfish.backends.cuda.driver import Buffer, KernelLaunch, check, compile_together, driver
 from billfish.backends.cuda.embedding import DeviceEmbedding, DeviceLayerInputs
+from billfish.backends.cuda.late_rows import LateMemory
 from billfish.backends.cuda.launcher import DeviceMatrix, Launcher
 from billfish.backends.cuda.plans import most_work
 from billfish.backends.cuda.step_memory import Batch, StepMemory, largest
 
 CHOOSE_THREADS, CHOOSE_PARTS = 1024, 8  # of a CTA; CTAs of a cluster that share a row of logits
 CAP_THREADS = 256
+ADJUST_THREADS, ADJUST_PARTS = 256, 32  # of a CTA; CTAs that share a row
+SCORE_THREADS = 1024
 
 
 class DeviceDecoder:
@@ -150,12 +153,33 @@ class DeviceDecoder:
 
     def choose(self, stream: int, step: StepMemory, rows: int) -> None:
         """Sample the next token of each row of logits, as `choices` say: to `picked`, and to `chosen` by slot."""
-        at, parts, device = step.at, 1, self._launcher.device
+        self._choose(stream, rows, step.at("logits"), step.at("choices"), step.at("picked"), step.at("chosen"))
+
+    def _choose(self, stream: int, rows: int, logits: int, choices: int, picked: int, chosen: int) -> None:
+        parts, device, launch = 1, self._launcher.device, self._launcher.launch
         if device.capability >= (9, 0):
             parts = power_of_two(device.multiprocessors // rows, CHOOSE_PARTS)
-        pointers = at("choices"), at("picked"), at("chosen")
-        numbers = at("logits"), self.vocabulary
-        self._launcher.launch(stream, "choose", {}, (parts, rows), CHOOSE_THREADS, *numbers, *pointers, cluster=parts)
+        pointers = logits, self.vocabulary, choices, picked, chosen
+        launch(stream, "choose", {}, (parts, rows), CHOOSE_THREADS, *pointers, cluster=parts)
+
+    def choose_late(self, stream: int, step: StepMemory, late: LateMemory, rows: int, *, scored: bool) -> None:
+        """Sample rows of logits that `late` describes, with penalties, biases and masks, to `late.picked`, and to
+        `chosen` by slot. scored: log probabilities are wanted."""
+        logits, launch = (step.at("logits"), self.vocabulary), self._launcher.launch
+        launch(stream, "adjust", {}, (ADJUST_PARTS, rows), ADJUST_THREADS, *logits, late.rows, late.logits)
+        self._choose(stream, rows, late.logits, late.choices, late.picked, step.at("chosen"))
+        if scored:
+            pointers = *logits, late.rows, late.picked, late.scored
+            launch(stream, "log_probabilities", {}, (rows,), SCORE_THREADS, *pointers)
+
+    def prepare_late(self, step: StepMemory) -> None:
+        """Compile what `choose_late` will launch."""
+        self._launcher.heard = heard = set[KernelLaunch]()
+        try:
+            self.choose_late(0, step, LateMemory(0, 0, 0, 0, 0), 1, scored=True)
+        finally:
+            self._launcher.heard = None
+        compile_together(heard, self.ordinal)
 
 
 def captured(work: Callable[[int], None], stream: int) -> Any:

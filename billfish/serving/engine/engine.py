@@ -263,6 +263,8 @@ class Engine:
         submitted = self._submit_step({job: part for job, part in parts.items() if isinstance(job, Answer)})
         before, self._pending = self._pending, submitted
         self._take_tokens(before)  # while the device is busy with what was submitted
+        if submitted is not None:
+            submitted[0].sample_late()
         if not self._decoder.overlaps:
             self._pending = None
             self._take_tokens(submitted)

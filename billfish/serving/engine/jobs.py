@@ -134,7 +134,7 @@ class Answer(Job):
         """Or whether it can be fed the token of a pending step, as that will not be the last one."""
         if self.pending is not None:
             more = self.ticket.completion_tokens + 1 < self._most
-            return self.left == 0 and more and not self.sampler.needs_scores
+            return self.left == 0 and more
         return len(self.text) > len(self.prompt) and self.left == 1
 
     def part(self, share: int) -> int:

@@ -177,7 +177,7 @@ def test_the_decoders_other_kernels_compile_without_spills(arch, type):
         resources("normalize.cu", {name: str(value) for name, value in macros.items()}, arch)
     resources("head_scales.cu", {"TYPE": type}, arch)
     resources("gate.cu", {"TYPE": type, "GATE": "SILU"}, arch)
-    for name in ("choose.cu", "reorder.cu", "cap.cu"):
+    for name in ("choose.cu", "reorder.cu", "cap.cu", "adjust.cu", "log_probabilities.cu"):
         resources(name, {}, arch)
     for kind in (SAMPLES[0], PLAIN):
         resources("embed.cu", kind.macros(), arch)
@@ -271,7 +271,7 @@ def test_a_launch_takes_what_the_kernel_takes():
     known = {"gemm_small": "mpppppiiii", "gemm_large": "mpppppiiii", "pack": "pppii", "normalize": "ppppppfff"}
     known |= {"embed": "pppppppppiiif", "rotate": "pppiiipppppppfffiiiiiii", "attend": "pppppiiiiiif"}
     known |= {"choose": "pippp", "head_scales": "pppiiiif", "cap": "pif", "layer_inputs": "pppppppiiifff"}
-    known |= {"gate": "pppiii", "reorder": "pppi"}
+    known |= {"gate": "pppiii", "reorder": "pppi", "adjust": "pipp", "log_probabilities": "pippp"}
     known |= {"gemm_bytes": "mpppppiiiiii", "quantize_rows": "ppiii", "split_blocks": "ppii"}
     for name, letters in known.items():
         assert signature(f"{name}.cu", f"marlin_{name}") == letters

@@ -15,6 +15,8 @@ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint32_t __float_as_uint(float v) { uint32_t bits; std::memcpy(&bits, &v, 4); return bits; }
+inline float __int_as_float(int bits) { return __uint_as_float((uint32_t)bits); }
+static Index gridDim;
 inline float rsqrtf(float v) { return 1 / std::sqrt(v); }
 using std::max;
 #define __launch_bounds__(...)
@@ -101,7 +103,7 @@ template <class... A> void launch(void (*kernel)(A...), const int* grid, int thr
   struct Call { void (*kernel)(A...); const uint64_t* slots; } both{kernel, slots};
   entry = [](void* p) { call(((Call*)p)->kernel, ((Call*)p)->slots, std::index_sequence_for<A...>()); };
   argument = &both;
-  blockDim = {threads, 1, 1};
+  blockDim = {threads, 1, 1}, gridDim = {grid[0], grid[1], grid[2]};
   for (int z = 0; z < grid[2]; z++)
     for (int y = 0; y < grid[1]; y++)
       for (int x = 0; x < grid[0]; x++) {
