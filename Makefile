@@ -10,7 +10,7 @@ PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
 # The tests start hundreds of processes. Each would compile billfish again where bytecode may not be written.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo wheels test-wheels site test pytest check test-full docs-commands attack soak test-vllm test-clients sanitize sanitize-address sanitize-undefined lint format clean
+.PHONY: demo wheels test-wheels site test pytest check test-full docs-commands attack soak test-vllm test-clients test-agents sanitize sanitize-address sanitize-undefined lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run --temperature 0 -p "What is the capital of France?"
@@ -109,6 +109,18 @@ test-clients: $(VENV)/test.stamp build/clients/requirements.stamp
 build/clients/requirements.stamp: tests/in_clients/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv --clear build/clients
 	build/clients/bin/pip install --quiet --disable-pip-version-check -r tests/in_clients/requirements.txt
+	touch $@
+
+# Claude Code, Codex and OpenCode against the server, whose model says what a script says: tests/in_clients/agents.py. Needs npm.
+test-agents: $(VENV)/test.stamp build/agents/node_modules/package.stamp
+	$(BIN)/python tests/in_clients/agents.py build/agents
+
+build/agents/node_modules/package.stamp: tests/in_clients/package.json
+	mkdir -p build/agents
+	cp tests/in_clients/package.json build/agents
+	npm install --prefix build/agents --no-audit --no-fund
+	cd build/agents/node_modules/@anthropic-ai/claude-code && node install.cjs
+	cd build/agents/node_modules/opencode-ai && node postinstall.mjs
 	touch $@
 
 # The core under AddressSanitizer, and under UBSan, each in an environment of its own beside that of the tests: only the best level

@@ -109,10 +109,18 @@ def record(folder: Path, python: str, name: str, seen: list[dict[str, Any]]) -> 
     """Write each different request of a client to a file."""
     code = f"import importlib.metadata as m; print(m.version({name!r}))"
     version = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    different = {json.dumps(smaller(each), sort_keys=True): smaller(each) for each in seen if each["body"] is not None}
-    lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in different.values())
-    text = f'{{"client": "{name}", "version": "{version}", "requests": [\n{lines}\n]}}\n'
-    (folder / f"{name}.json").write_text(text)
+    (folder / f"{name}.json").write_text(written(name, version, different([smaller(each) for each in seen])))
+
+
+def different(seen: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Requests that have a body, each once."""
+    return list({json.dumps(each, sort_keys=True): each for each in seen if each["body"] is not None}.values())
+
+
+def written(name: str, version: str, requests: list[dict[str, Any]]) -> str:
+    """A file of tests/serving/recorded."""
+    lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in requests)
+    return f'{{"client": "{name}", "version": "{version}", "requests": [\n{lines}\n]}}\n'
 
 
 def main() -> int:

@@ -131,6 +131,16 @@ def test_templates_that_do_not_tell_how_calls_are_written(derived, name):
     assert syntax.takes_results == (name != "gemma3")
 
 
+def test_a_template_that_wants_the_system_first():
+    late = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    )
+    syntax = derive(ChatTemplate(late + "{{ m.content }}{% endfor %}"))
+    assert syntax.takes_system
+    assert not syntax.takes_late_system
+    assert derive(ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")).takes_late_system
+
+
 def test_arguments_as_texts():
     """DeepSeek's templates add them to texts."""
     source = (

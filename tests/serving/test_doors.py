@@ -9,6 +9,7 @@ import pytest
 from chat_templates import TEMPLATES
 from llm_models import Small, write_model
 from serving_http import TOOLS_TEMPLATE, events, send, serving
+from serving_script import scripted
 
 from billfish.llm.chat_template import ChatTemplate
 from billfish.llm.conversation.choose_reader import reader_of
@@ -259,6 +260,42 @@ class Server:
             pieces: list[str] = []
 
 
+def test_functions_of_a_namespace(tmp_path):
+    """Codex offers them. The model calls them by both names, and a client gets the names apart."""
+    inner = [{"type": "function", "name": "go", "parameters": PARAMETERS}]
+    tools = [{"type": "namespace", "name": "space", "tools": inner}, *inner]
+    prompts: list[str] = []
+
+    def script(prompt: str) -> str:
+        prompts.append(prompt)
+        return '<tool_call>\n{"name": "space__go", "arguments": {"days": 2}}\n</tool_call>'
+
+    with scripted(tmp_path, script) as server:
+        (item,) = ok(server, "/v1/responses", {"input": "Go.", "tools": tools, "store": False})["output"]
+        assert (item["type"], item["name"], item["namespace"]) == ("function_call", "go", "space")
+        result = {"type": "function_call_output", "call_id": item["call_id"], "output": "gone"}
+        events(server.url, "/v1/responses", {"input": [item, result], "tools": tools, "stream": True})
+        twice = send(server.url, "/v1/responses", {"input": "Go.", "tools": [tools[0], tools[0]]})
+    assert '"name": "space__go", "arguments": {"days": 2}' in prompts[1]
+    assert (twice[0], "space__go" in twice[2]["error"]["message"]) == (400, True)
+
+
+def test_a_system_message_goes_where_the_template_wants_it(tmp_path):
+    """Claude Code sends some behind the user's first message, which published templates refuse."""
+    late = (
+        "{% if messages[1:] | selectattr('role', 'equalto', 'system') | list %}{{ raise_exception('late') }}{% endif %}"
+    )
+    file = tmp_path / "small.gguf"
+    write_model(file, Small(template=late + TEMPLATES["qwen3"], context=512))
+    messages = [*ASKED, {"role": "system", "content": "Agents: none."}]
+    with serving(file, streams=1) as server:
+        body = {"system": "Be brief.", "messages": messages, "max_tokens": 2}
+        assert ok(server, "/v1/messages", body)["content"]
+        told = [{"role": "system", "content": "Be brief."}, *messages]
+        prompt = ok(server, "/apply-template", {"messages": told})["prompt"]
+    assert prompt.index("Be brief.\n\nAgents: none.") < prompt.index("abba")
+
+
 SAID = '<think>\nmaybe\n</think>\n\nYes.\n<tool_call>\n{"name": "go", "arguments": {"days": 1}}\n</tool_call>'
 
 
@@ -301,12 +338,12 @@ def test_every_api_tells_thoughts_text_and_calls():
         assert came[-2]["delta"]["stop_reason"] == "tool_use"
 
         body = openai_responses.ResponsesBody(input="a")
-        came, choice = formatted(openai_responses.ResponsesFormat(service, body, [], set()), size)
+        came, choice = formatted(openai_responses.ResponsesFormat(service, body, [], {}), size)
         items = came[-1]["response"]["output"]
         assert [item["type"] for item in items] == ["reasoning", "message", "function_call"]
         assert items[0]["content"] == [{"type": "reasoning_text", "text": "maybe"}]
         assert items[2]["arguments"] == '{"days": 1}'
-        whole: Any = openai_responses.ResponsesFormat(service, body, [], set()).whole([choice], Usage(5, 0, 9, 2))
+        whole: Any = openai_responses.ResponsesFormat(service, body, [], {}).whole([choice], Usage(5, 0, 9, 2))
         assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call"]
 
         came, _ = formatted(ollama.OllamaFormat(service, True, chat=True), size)

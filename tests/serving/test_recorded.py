@@ -1,7 +1,4 @@
-"""Requests of real clients, as they were recorded by tests/in_clients/run.py: each gets an answer.
-
-Those of version "shape" are written by hand, in the shape that a program sends which is not run here.
-"""
+"""Requests of real clients, as they were recorded by run.py and agents.py of tests/in_clients: each gets an answer."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from llm_models import Small, write_model
 from serving_http import serving
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
+CONTEXT = 32_768  # a token is a byte here
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
@@ -22,8 +20,8 @@ LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A template that knows functions and thoughts, and one that knows neither."""
     file = tmp_path_factory.mktemp("models") / "small.gguf"
-    write_model(file, Small(template=TEMPLATES[request.param], context=8192))
-    with serving(file, streams=2, context=8192) as running:
+    write_model(file, Small(template=TEMPLATES[request.param], context=CONTEXT))
+    with serving(file, streams=2, context=CONTEXT) as running:
         yield running
 
 

@@ -56,13 +56,14 @@ def serving(
     keys: list[str] | None = None,
     strict_fields: bool = False,
     share_prefixes: bool = False,
+    client: type[EngineClient] = EngineClient,
     **options: Any,
 ) -> Iterator[Running]:
-    """A server on a free port. options: the engine's."""
+    """A server on a free port. client: what asks the engine. options: the engine's."""
     model = load(path, progress=False)
     engine = Engine(model, **{"activations": "exact", **options})
     facts = EngineFacts(engine.streams, engine.context, engine.queue_limit, model.decoder.nbytes)
-    service = Service(EngineClient(model.tokenizer), model, facts, path.stem, strict_fields=strict_fields)
+    service = Service(client(model.tokenizer), model, facts, path.stem, strict_fields=strict_fields)
     server = Server(Host(engine), service, Keys(keys or []), share_prefixes=share_prefixes)
     with listen("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))

@@ -24,6 +24,7 @@ IDS = ("zqid00001", "zqid00002")  # nine letters and digits, which Mistral's tem
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 THINK_TAG = re.compile(r"(<[^<>\s/]*think[^<>\s/]*>|\[THINK\])\s*\Z", re.IGNORECASE)
 USER = {"role": "user", "content": ASKED}
+SYSTEM = {"role": "system", "content": "zqsystem"}
 MOST_SECONDS = 20  # for all renderings; those of a model's template take milliseconds each
 # Templates that tell the model which functions there are, but not how a call is written: what their models were trained
 # to write, by a mark in the template's source.
@@ -49,6 +50,7 @@ def derive(template: ChatTemplate) -> ChatSyntax:
     offered = probe.render([USER], tools=True)
     tells_tools = offered is not None and all(name in offered for name in NAMES)
     takes_system = probe.shows([{"role": "system", "content": SAID}, USER])
+    takes_late_system = takes_system and probe.shows([SYSTEM, USER, {"role": "system", "content": SAID}])
     if all(mark in template.source for mark in HARMONY[:3]):
         return ChatSyntax(
             ThoughtSyntax(Marks(), ("thinking",)),
@@ -56,6 +58,7 @@ def derive(template: ChatTemplate) -> ChatSyntax:
             writes_calls=True,
             takes_results=True,
             takes_system=takes_system,
+            takes_late_system=takes_late_system,
             harmony=True,
         )
     thought, written = _thought_syntax(probe), None
@@ -76,6 +79,7 @@ def derive(template: ChatTemplate) -> ChatSyntax:
         takes_results=probe.shows([USER, earlier, result], tools=tells_tools),
         text_arguments=written is not None and probe.text_arguments,
         takes_system=takes_system,
+        takes_late_system=takes_late_system,
     )
 
 

@@ -75,7 +75,7 @@ class ChatSyntax:
     calls: in the template's syntax, or in that of Hermes where it has none. tells_tools: the template tells the model
     which functions there are. writes_calls, takes_results: it writes calls of earlier answers, and results of calls.
     text_arguments: it wants the arguments of calls as JSON texts. takes_system: it knows messages of the system.
-    harmony: gpt-oss's channels, which have a reader of their own.
+    takes_late_system: behind other messages, too. harmony: gpt-oss's channels, which have a reader of their own.
     """
 
     thought: ThoughtSyntax | None = None
@@ -85,6 +85,7 @@ class ChatSyntax:
     takes_results: bool = False
     text_arguments: bool = False
     takes_system: bool = True
+    takes_late_system: bool = True
     harmony: bool = False
 
     def mark_texts(self) -> list[str]:

@@ -117,6 +117,8 @@ def render(service: Service, asked: Conversation) -> str:
         tools = []
     if not syntax.takes_system:
         turns = _without_system(turns)
+    elif not syntax.takes_late_system:
+        turns = _system_first(turns)
     guarded = service.control_names.guarded
     messages, tools, variables = guarded([_message(turn, syntax) for turn in turns]), guarded(tools), guarded(variables)
     if not asked.goes_on:
@@ -200,6 +202,15 @@ def _with_system(turns: list[Turn], text: str) -> list[Turn]:
     if turns and turns[0].role == "system":
         return [Turn("system", f"{turns[0].text}\n\n{text}"), *turns[1:]]
     return [Turn("system", text), *turns]
+
+
+def _system_first(turns: list[Turn]) -> list[Turn]:
+    """Templates that want one message of the system, at the beginning, as Claude Code does not send it."""
+    told = [turn for turn in turns if turn.role == "system"]
+    if told in ([], turns[:1]):
+        return turns
+    others = [turn for turn in turns if turn.role != "system"]
+    return [Turn("system", "\n\n".join(turn.text for turn in told)), *others]
 
 
 def _without_system(turns: list[Turn]) -> list[Turn]:

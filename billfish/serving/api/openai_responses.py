@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -69,7 +69,7 @@ Parts = list[InputText | OutputText | PlainText | SaidRefusal | SummaryText | Re
 class Item(Body):
     """Any item of the input. What it has depends on its type, and a message may have none."""
 
-    harmless: ClassVar = frozenset({"status", "encrypted_content", "namespace", "phase", "annotations", "metadata"})
+    harmless: ClassVar = frozenset({"status", "encrypted_content", "phase", "annotations", "metadata"})
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | Parts | None = None
@@ -77,20 +77,33 @@ class Item(Body):
     id: str | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | dict[str, Any] | None = None
     input: str | None = None
     output: str | Parts | None = None
 
 
 class ResponseTool(Body):
-    """A function, or text for a tool of the client ("custom"). Tools that a server would run are not offered."""
+    """A function, text for a tool of the client ("custom"), or functions under a common name ("namespace"). Tools that
+    a server would run are not offered."""
 
-    harmless: ClassVar = frozenset({"format", "search_context_size", "user_location", "external_web_access", "filters"})
+    harmless: ClassVar = frozenset(
+        {
+            "format",
+            "search_context_size",
+            "user_location",
+            "external_web_access",
+            "filters",
+            "execution",
+            "search_content_types",
+        }
+    )
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False
+    tools: list[ResponseTool] = []
 
 
 class ChosenTool(Body):
@@ -179,7 +192,7 @@ def read_responses(service: Service, body: ResponsesBody) -> Asked:
         raise wrong("input", "empty", "a string, or a list of items")
     if body.instructions is not None:  # those of an earlier request do not go on
         turns = [Turn("system", body.instructions, name="instructions"), *turns]
-    tools = [tool for tool in body.tools if tool.type in ("function", "custom") and tool.name]
+    tools = offered(body.tools)
     schema = None
     if body.text is not None and isinstance(body.text.format, NamedSchema):
         schema = (body.text.format.schema, "text.format.schema")
@@ -197,20 +210,48 @@ def read_responses(service: Service, body: ResponsesBody) -> Asked:
             logprobs=body.top_logprobs,
         ),
         place="input",
-        functions=[_function(tool) for tool in tools],
+        functions=[_function(name, each.tool) for name, each in tools.items()],
         choice=_choice(body.tool_choice),
         parallel=body.parallel_tool_calls,
         schema=schema,
         effort=None if body.reasoning is None else body.reasoning.effort,
         variables=body.chat_template_kwargs,
     )
-    return prepare(service, asked, ResponsesFormat(service, body, turns, {t.name for t in tools if t.type == "custom"}))
+    return prepare(service, asked, ResponsesFormat(service, body, turns, tools))
 
 
-def _function(tool: ResponseTool) -> Function:
+class Offered(NamedTuple):
+    """A tool that the model is told of, and its namespace."""
+
+    tool: ResponseTool
+    namespace: str | None = None
+
+
+def offered(tools: Sequence[ResponseTool]) -> dict[str, Offered]:
+    """By the names that the model calls: those of a namespace have it before their own."""
+    made: dict[str, Offered] = {}
+    for index, tool in enumerate(tools):
+        inner = tool.tools if tool.type == "namespace" else [tool]
+        space = tool.name if tool.type == "namespace" else None
+        for each in inner:
+            if each.type not in ("function", "custom") or not each.name:
+                continue
+            name = each.name if space is None else full_name(space, each.name)
+            if name in made:
+                raise refuse(f"tools[{index}]", f"Two tools have the name {json.dumps(name)}. Give each its own name.")
+            made[name] = Offered(each, space)
+    return made
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """What the model calls a function of a namespace."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def _function(name: str, tool: ResponseTool) -> Function:
     if tool.type == "custom":
-        return Function(tool.name or "", FREE_TEXT, tool.description)
-    return Function(tool.name or "", tool.parameters, tool.description, tool.strict)
+        return Function(name, FREE_TEXT, tool.description)
+    return Function(name, tool.parameters, tool.description, tool.strict)
 
 
 def _choice(choice: str | ChosenTool | None) -> ToolChoice:
@@ -237,7 +278,7 @@ def _turn(place: str, item: Item) -> Turn | None:
         return Turn("system" if item.role == "developer" else item.role, _text(item.content))
     if item.type in ("function_call", "custom_tool_call"):
         given = item.arguments if item.type == "function_call" else json.dumps({"input": item.input or ""})
-        call = call_of(f"{place}.arguments", item.call_id or item.id, item.name or "", given)
+        call = call_of(f"{place}.arguments", item.call_id or item.id, full_name(item.namespace, item.name or ""), given)
         return Turn("assistant", calls=(call,))
     if item.type in ("function_call_output", "custom_tool_call_output"):
         return Turn("tool", _text(item.output), result_of=item.call_id)
@@ -276,9 +317,9 @@ def merged(turns: Sequence[Turn]) -> list[Turn]:
 class ResponsesFormat(Format):
     """Items: a thought, a message, calls. Each begins when its first event comes, and ends when another one begins."""
 
-    def __init__(self, service: Service, body: ResponsesBody, turns: list[Turn], custom: set[str | None]) -> None:
+    def __init__(self, service: Service, body: ResponsesBody, turns: list[Turn], tools: Mapping[str, Offered]) -> None:
         super().__init__(body.stream)
-        self._service, self._body, self._turns, self._custom = service, body, turns, custom
+        self._service, self._body, self._turns, self._tools = service, body, turns, tools
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
         self._number = -1
         self._items: list[dict[str, Any]] = []
@@ -326,8 +367,12 @@ class ResponsesFormat(Format):
             yield from self._opened("message")
             yield self._delta("response.output_text.delta", each.text, content_index=0, logprobs=[])
         elif isinstance(each, CallBegin):
-            kind = "custom_tool_call" if each.name in self._custom else "function_call"
-            yield from self._opened(kind, name=each.name, call_id=f"call_{each.id}")
+            called = self._tools.get(each.name)
+            kind = "custom_tool_call" if called is not None and called.tool.type == "custom" else "function_call"
+            names: dict[str, Any] = {"name": each.name}
+            if called is not None and called.namespace is not None:
+                names = {"name": called.tool.name, "namespace": called.namespace}
+            yield from self._opened(kind, **names, call_id=f"call_{each.id}")
         elif isinstance(each, CallArguments) and self._open is not None:
             self._open["_text"] += each.text
             if self._open["type"] == "function_call":
