@@ -59,6 +59,7 @@ class CudaPending(PendingStep):
     ) -> None:
         """drafts: what was fed behind the token of each sampler's sequence; none of any, or of each."""
         self._decoder: CudaDecoder | None = decoder
+        self._lock = decoder.lock  # the next step of another thread may be what samples late rows
         self._drafts = drafts or [()] * len(samplers)
         self._caches, self._samplers = [weakref.ref(cache) for cache in caches], samplers
         self._lengths = [len(cache.tokens) for cache in caches]
@@ -95,37 +96,39 @@ class CudaPending(PendingStep):
 
     def sample_late(self) -> None:
         """An error is raised by `choices`: the next step, which may not want these rows, calls this as well."""
-        if self.late is None or self._decoder is None:
-            return
-        late, self.late = self.late, None
-        try:
-            for before in self.befores:
-                before.choices()
-            self._decoder.sample_late(late, self._samplers)
-        except BaseException as error:
-            self._error = error
-        self.befores = []
+        with self._lock:
+            late, self.late = self.late, None
+            if late is None or self._decoder is None:
+                return
+            try:
+                for before in self.befores:
+                    before.choices()
+                self._decoder.sample_late(late, self._samplers)
+            except BaseException as error:
+                self._error = error
+            self.befores = []
 
     def choices(self) -> list[list[Choice]]:
-        if self._choices is None:
-            assert self._decoder is not None
-            self.sample_late()
-            try:
-                if self._error is not None:
-                    raise self._error
-                chosen = self._decoder.read(self.results, self._samplers, self._drafts)
-            except BaseException:
-                self.undo()
-                raise
-            self._choices, self.results, self._decoder = chosen, [], None
-            for cache, length, draft, own in zip(self._caches, self._lengths, self._drafts, chosen, strict=False):
-                if draft and (found := cache()) is not None:
-                    del found.tokens[length + len(own) :]
-            for cache, place in self._places:
-                found = cache()
-                if found is not None and place < len(found.tokens) and found.tokens[place] == PENDING:
-                    found.tokens[place] = self.token_of(found)
-        return self._choices
+        with self._lock:
+            if self._choices is None:
+                assert self._decoder is not None
+                self.sample_late()
+                try:
+                    if self._error is not None:
+                        raise self._error
+                    chosen = self._decoder.read(self.results, self._samplers, self._drafts)
+                except BaseException:
+                    self.undo()
+                    raise
+                self._choices, self.results, self._decoder = chosen, [], None
+                for cache, length, draft, own in zip(self._caches, self._lengths, self._drafts, chosen, strict=False):
+                    if draft and (found := cache()) is not None:
+                        del found.tokens[length + len(own) :]
+                for cache, place in self._places:
+                    found = cache()
+                    if found is not None and place < len(found.tokens) and found.tokens[place] == PENDING:
+                        found.tokens[place] = self.token_of(found)
+            return self._choices
 
 
 class Ahead(NamedTuple):
@@ -156,7 +159,7 @@ class CudaDecoder(Decoder):
         if needed > free and not tensors.converted:  # whose sizes nobody knows before
             problem = f"the model needs {needed / 1e9:.1f} GB, and {self._gpu.name} has {free / 1e9:.1f} GB left"
             raise BackendUnavailable(failure(CALL, problem, "Use device='cpu', or a smaller model."))
-        self._lock = RLock()  # the stream and the memory of steps are for one call at a time
+        self.lock = RLock()  # the stream and the memory of steps are for one call at a time
         self._ahead: Ahead | None = None
         self._late: weakref.ref[CudaPending] | None = None  # whose last step has late rows that are not sampled
 
@@ -185,7 +188,7 @@ class CudaDecoder(Decoder):
             ordinal=self._ordinal,
         )
         self._stream = Stream(self._ordinal)
-        self._pool = SequencePool(maker.layout, self._stream, self._lock)
+        self._pool = SequencePool(maker.layout, self._stream, self.lock)
         self._steps = CudaSteps(
             self._layers,
             self._stream,
@@ -334,14 +337,14 @@ class CudaDecoder(Decoder):
                 for number, (token, scored) in zip(result.late, result.late_result.read(), strict=True):
                     samplers[number].took(token, scored)
                     chosen[number] = [samplers[number].choice(token)]
-        with self._lock:
+        with self.lock:
             for result in results:
                 self._steps.give_back(result)
         return chosen
 
     def sample_late(self, result: Result, samplers: Sequence[Sampler]) -> None:
         """Sample the late rows of the last step."""
-        with self._lock, current(self._ordinal):
+        with self.lock, current(self._ordinal):
             self._steps.sample_late(result, samplers)
 
     def _finish_late(self) -> None:
@@ -362,7 +365,7 @@ class CudaDecoder(Decoder):
             assert isinstance(cache, CudaCache)
             if tokens != [PENDING] or cache.choosing is None:
                 self.check_tokens("llm.run", "tokens", tokens)
-        with self._locked(passages), self._lock, current(self._ordinal):
+        with self._locked(passages), self.lock, current(self._ordinal):
             self._finish_late()
             backend = BACKENDS["cuda"]
             assert isinstance(backend, CudaBackend)

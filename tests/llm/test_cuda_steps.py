@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from cuda_fake_gpu import VOCABULARY, FakeGpu
 from llm_architectures import write_model as write_architecture
 from llm_models import Small, write_model
+from serving_http import until
 from serving_support import submit
 
 import billfish as bf
@@ -200,7 +203,8 @@ def test_late_rows_get_the_tokens_of_the_numpy_sampler(gpu, model, monkeypatch):
             for row, token, made in zip(logits, expected[1:], scores, strict=True):
                 best = with_best(row, token, sampler.alternatives)
                 assert [token for token, _ in made] == [token for token, _ in best]
-                assert np.allclose([each for _, each in made], [each for _, each in best])
+                exact = np.array([each for _, each in best])
+                assert np.array_equal([each for _, each in made], exact.astype(np.float32))  # as the device stores it
     assert max(len(step) for step in gpu.fed) == 8
     assert len(gpu.fed) == 12  # the last one waits for nobody
 
@@ -225,6 +229,74 @@ def test_late_requests_take_part_in_every_step(gpu, model):
     for answer in (answers[3], answers[7]):
         assert all(token % 2 == 0 for token in answer.ids)
         assert len(answer.ids) == 40
+
+
+def late_requests(ends: Iterable[int]) -> list[Request]:
+    """Long answers that depend on all tokens before, and on their random numbers. One request in eight is plain."""
+    drawn = {"temperature": 1.0, "top_k": 5, "presence_penalty": 0.5, "repetition_penalty": 1.3}
+    return [
+        Request(
+            counting(10 + 10 * i, 50 + i),
+            120 + 8 * i,
+            Sampling(**drawn, seed=i, logit_bias=dict.fromkeys(ends, -100.0)) if i else Sampling(),
+            logprobs=3 if i % 4 == 3 else None,
+            grammar=SimpleNamespace(matcher=lambda i=i: EverySecond(i)) if i % 2 else None,
+        )
+        for i in range(8)
+    ]
+
+
+def test_late_requests_are_preempted_and_cancelled(gpu, tmp_path, monkeypatch):
+    """What was read again goes on with the same penalties, grammar and random numbers; who is cancelled in the middle
+    of a step takes nothing from the others."""
+    write_model(tmp_path / "model.gguf", SMALL)
+    monkeypatch.setattr(cuda_kv_cache, "SLAB_BYTES", 0)  # no pages beyond what an engine asks for
+    model = load(tmp_path / "model.gguf", device="cuda")
+    with Engine(model, streams=1, context=300) as engine:
+        alone = [submit(engine, request).wait() for request in late_requests(model.tokenizer.ends)]
+    assert len({tuple(answer.ids) for answer in alone}) == 8
+    model = load(tmp_path / "model.gguf", device="cuda")  # whose pages nobody has taken
+    with Engine(model, streams=6, context=300, cache_tokens=384) as engine:
+        gone = [submit(engine, request) for request in late_requests(model.tokenizer.ends)]
+        together = [submit(engine, request) for request in late_requests(model.tokenizer.ends)]
+        for number, each in enumerate(gone):
+            until(lambda: each.ticket.completion_tokens > 3 * number or each.ended(0))  # noqa: B023
+            each.ticket.cancel()
+        for answer, expected in zip(together, alone, strict=True):
+            assert (answer.wait().ids, answer.finished) == (expected.ids, expected.finished)
+            logprobs = [token.logprob for piece in answer.pieces for token in piece.tokens]
+            assert logprobs == [token.logprob for piece in expected.pieces for token in piece.tokens]
+        assert engine.counts().preemptions > 3
+
+
+def test_tokens_are_read_while_the_decoder_is_this_threads(gpu, model, monkeypatch):
+    """The step of another thread would sample late rows, too, or write where their logits are."""
+    free = list[bool]()
+
+    def look() -> None:
+        taken = model.decoder.lock.acquire(blocking=False)
+        free.append(taken)
+        if taken:
+            model.decoder.lock.release()
+
+    def beside(work: Any) -> Any:
+        def looked(*how: Any) -> Any:
+            other = threading.Thread(target=look)
+            other.start()
+            other.join()
+            return work(*how)
+
+        return looked
+
+    cache, samplers = model.cache(), [Sampling(frequency_penalty=0.5).sampler()]
+    first = model.decoder.submit([(cache, [5])], samplers, None)
+    second = model.decoder.submit([(cache, [PENDING])], samplers, None)
+    look()
+    with monkeypatch.context() as patched:
+        for name in ("read", "sample_late"):
+            patched.setattr(model.decoder, name, beside(getattr(model.decoder, name)))
+        assert (second.tokens(), first.tokens()) == ([7], [6])
+    assert free == [True, False, False, False]
 
 
 def test_an_engine_on_a_gpu(gpu, model):
