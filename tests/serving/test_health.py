@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,8 @@ from billfish.llm import load
 from billfish.serving.engine.engine import Engine
 from billfish.serving.engine.requests import Request, ServerClosing
 from billfish.serving.http import server as server_module
+from billfish.serving.ipc import messages
+from billfish.serving.ipc.client import EngineClient
 
 BODY = {"prompt": "abc", "max_tokens": 5}
 
@@ -181,3 +185,57 @@ sys.exit(main(["serve", sys.argv[1], "--port", "0", "--fronts", sys.argv[2]]))
     assert started.returncode == 2
     assert "the device is lost" in said.splitlines()[-1]
     assert issubclass(DeviceLost, bf.BillfishError)
+
+
+@pytest.mark.promise(
+    "server", "an engine that fails answers every client with 500, `/health` is 503, and the process ends with a code"
+)
+@pytest.mark.process
+def test_the_process_ends_when_its_gpu_is_lost(tmp_path):
+    """The driver of a fake GPU answers every call with a sticky error from the second token of an answer on."""
+    write_model(tmp_path / "m.gguf", Small(quantization="Q4_0", hidden=64, context=300))
+    program = """
+import sys
+import pytest
+sys.path.insert(0, sys.argv[2])
+from cuda_fake_gpu import FakeGpu
+from billfish.cli.main import main
+class Code(int):
+    name = "CUDA_ERROR_ILLEGAL_ADDRESS"
+gpu = FakeGpu(pytest.MonkeyPatch())
+def sticky(call):
+    return lambda *how: (Code(700),) if any(place > 4 for step in gpu.fed for _, place, _ in step) else call(*how)
+for name in ("cuEventSynchronize", "cuStreamSynchronize", "cuCtxSynchronize", "cuMemcpyHtoDAsync"):
+    setattr(gpu, name, sticky(getattr(gpu, name)))
+sys.exit(main(["serve", sys.argv[1], "--device", "cuda", "--port", "0", "--fronts", "1"]))
+"""
+    support = str(Path(__file__).parents[1] / "support")
+    command = [sys.executable, "-c", program, str(tmp_path / "m.gguf"), support]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        url = started.stdout.readline().partition(" on ")[2].partition(": ")[0]
+        assert send(url, "/v1/completions", {"prompt": [5, 6, 7, 8], "max_tokens": 50})[0] == 500
+        assert health(url) == (503, "failed")
+        _, said = started.communicate(timeout=60)
+    assert started.returncode == 2
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in said.splitlines()[-1]
+
+
+def test_an_engine_is_ill_when_it_says_so_or_is_gone_not_when_it_is_slow():
+    async def asked() -> list[str]:
+        loop, client, sent = asyncio.get_running_loop(), EngineClient(None), list[Any]()
+        client.connect(sent.append)
+        states = [asyncio.ensure_future(client.state()) for _ in range(3)]
+        await asyncio.sleep(0)
+        now = loop.time() + 3600
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(loop, "time", lambda: now)  # an hour later
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not any(state.done() for state in states)
+        for message, said in zip(sent, (b"ok", b"failed"), strict=False):
+            client.receive(messages.Reply(message.id, said))
+        client.lose()
+        return await asyncio.gather(*states, client.state())
+
+    assert asyncio.run(asked()) == ["ok", "failed", "failed", "failed"]

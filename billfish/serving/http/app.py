@@ -48,7 +48,6 @@ from billfish.serving.http.openapi import description, description_page
 
 LOG, ACCESS = logging.getLogger("billfish.serving"), logging.getLogger("billfish.access")
 MODELS, RESPONSES = "/v1/models", "/v1/responses"
-HEALTH_SECONDS = 1.0  # an engine that does not answer for so long is ill
 PAGE = Path(__file__).with_name("page.html")
 
 Handle = Callable[[HttpRequest], Awaitable[ASGIApp]]
@@ -161,7 +160,7 @@ def make_app(
         return json_response({"version": ollama.VERSION})
 
     async def health(request: HttpRequest) -> ASGIApp:
-        status = "closing" if service.closing else await client.state(HEALTH_SECONDS)
+        status = "closing" if service.closing else await client.state()
         return json_response({"status": status}, 200 if status == "ok" else 503)
 
     async def watch(request: HttpRequest) -> ASGIApp:
@@ -177,7 +176,7 @@ def make_app(
         return description_page(routes)
 
     add("/", "a chat page in one file", chat_page, open=True)
-    add("/health", "200, or 503 while the server shuts down", health, open=True)
+    add("/health", "200, or 503 while the server shuts down or its engine is ill", health, open=True)
     add("/metrics", "counters for Prometheus", watch)
     add("/openapi.json", "the request bodies as OpenAPI", openapi, open=True)
     add("/docs", "the same as a page", openapi_page, open=True)
