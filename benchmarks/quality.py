@@ -11,9 +11,9 @@ Then come the embeddings of MiniLM, and the memory that calibration takes.
 A run takes long. The same command goes on where it was stopped: what benchmarks/results/quality.json has is not
 measured again. At the end, the pages with its tables are written anew (pages.py).
 
-Methods: rtn, mse; weighted, which is mse with the mean squares of the inputs; gptq; sequential, which is gptq layer
-after layer; bits, which is weighted with a
-format for each matrix (`--bits 4.6`); ggml.
+Methods: rtn, mse; weighted, which is mse with the mean squares of the inputs; gptq, with the inputs of the float model;
+sequential, which is gptq with those of the quantized matrices before; bits, which is weighted with a format for each
+matrix (`--bits 4.6`); ggml.
 """
 
 from __future__ import annotations
@@ -79,16 +79,18 @@ def statistics_of(folder: Path, text: str, tokens: int) -> Statistics:
     return calibrate_checkpoint(default_model(), made, text=file, hessian=True, tokens=tokens)
 
 
-def sequential_statistics(folder: Path, case: Case) -> Statistics:
-    """The same of a model that is quantized to the format of a case, layer after layer."""
+def quantized_in_order(folder: Path, case: Case) -> dict[str, Any]:
+    """The matrices of a model that is quantized to the format of a case, one after the other, by GGUF's names."""
     file, made = folder / f"{case['calibration_text']}.txt", folder / "sequential.safetensors"
     file.write_text(calibration_text(case["calibration_text"]))
     calibration = Calibration.of(default_model(), file, True, case["calibration_tokens"], None)
     how = Quantization(bf.get_format(case["format"]), case["group_size"], "gptq")
     sequential = calibration.sequential(how, requantize=True)
     assert sequential is not None
-    sequential.write(made, progress=True, overwrite=True)
-    return Statistics.load(made)
+    found: dict[str, Any] = {}
+    sequential.write(made, progress=True, overwrite=True, quantized=found.__setitem__)
+    made.unlink()
+    return found
 
 
 def named(format: str) -> Case:
@@ -198,12 +200,13 @@ def measure(missing: list[Case], folder: Path, flags: argparse.Namespace) -> Ite
 def measured(case: Case, known: Statistics | None, truth: Truth, folder: Path, flags: argparse.Namespace) -> Case:
     """The record of a case."""
     plan, started = None, time.perf_counter()
-    if case["method"] == "sequential":
-        known = sequential_statistics(folder, case)
+    in_order = quantized_in_order(folder, case) if case["method"] == "sequential" else {}
     if case["method"] == "bits":
         settings = {"statistics": known, "requantize": True, "device": flags.device}
         plan = plan_bits(default_model(), BITS, kept=folder / "damage.json", **settings)
     convert = requantized(case, known, flags.ggml, plan)
+    if in_order:
+        convert = lambda name, tensor: in_order.get(name, tensor)  # noqa: E731
     model = load(default_model(), device=flags.device, convert=convert)
     quantized = time.perf_counter()
     found = evaluate(model, [token for window in truth.windows for token in window], against=truth)

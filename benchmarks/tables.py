@@ -240,7 +240,7 @@ def language(results: Results) -> str:
     sequential = {"method": "sequential", "calibration_text": "mixed", "calibration_tokens": 32768}
     if any(sequential.items() <= record.items() for record in results["records"]):
         columns.insert(4, sequential)
-        head.insert(6, "`gptq --sequential`, mixed")
+        head.insert(6, "`gptq` in order, mixed")
     return table([head, *by_format(results["records"], columns, "divergence", 3)])
 
 

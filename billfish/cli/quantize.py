@@ -66,10 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "FILE, on a built-in text (default: off)",
     )
     parser.add_argument(
-        "--sequential",
+        "--no-sequential",
         action="store_true",
-        help="with --method gptq: quantize layer after layer, each with the inputs that it gets from the quantized "
-        "layers before, so that it makes up for their errors (default: off)",
+        help="with --method gptq: calibrate all layers with the inputs of the float model. Otherwise each matrix gets "
+        "the inputs that the quantized ones before it give, and makes up for their errors (default: off)",
     )
     known.add_argument(
         "--imatrix",
@@ -140,6 +140,7 @@ def run(arguments: argparse.Namespace) -> None:
         "to": arguments.to,
         "requantize": arguments.requantize,
         "raw_names": arguments.raw_names,
+        "sequential": False if arguments.no_sequential else None,
         "overwrite": arguments.force,
     }
     # Here, as it can run models: other commands start without that.
@@ -149,12 +150,8 @@ def run(arguments: argparse.Namespace) -> None:
         for name, value in (("formats", arguments.formats), ("plan", arguments.plan)):
             if value is not None:
                 raise FormatError(f"quantize: --{name} needs --bits, not --format.")
-        print(
-            quantize_checkpoint(source, out, arguments.format, keep=rules, sequential=arguments.sequential, **options)
-        )
+        print(quantize_checkpoint(source, out, arguments.format, keep=rules, **options))
         return
-    if arguments.sequential:
-        raise FormatError("quantize: --sequential needs --format, not --bits.")
     print(quantize_to_bits(source, out, arguments.bits, arguments.formats, arguments.plan, rules, **options))
 
 

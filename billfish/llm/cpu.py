@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -54,7 +55,12 @@ Observe = Callable[[int, int, int, Floats], object]
 Part = tuple[int, Cache, list[int]]  # of a passage, with its number: tokens that are fed at once
 TWO_LEVELS = {name for name, format in FORMATS.items() if isinstance(format, (TwoLevelMinimum, TwoLevelScaled))}
 CACHE_TYPES: tuple[CacheType, ...] = ("float32", "float16", "int8")  # numbered as in kernel_table.h
+EXPERT_INPUT = 4  # the first LayerInput that comes expert by expert
 BATCH_BYTES = 1 << 28  # of tensors that are packed in one native call
+
+
+class Enough(Exception):
+    """Raised by an `Observe` that wants nothing further of these rows."""
 
 
 class CpuDecoder(Decoder):
@@ -300,7 +306,8 @@ class CpuDecoder(Decoder):
     ) -> None:
         """The hidden states x [tokens, hidden] of a text, from its beginning, through one layer, in place and exactly.
         source: the states that enter the layer whose keys and values this one attends to, if they are another's.
-        observe(layer, input, expert, rows [count, width]) gets what the layer's products multiply; see `LayerInput`."""
+        observe(layer, input, expert, rows [count, width]) gets what the layer's products multiply; see `LayerInput`.
+        Where it raises `Enough`, what leaves the layer is not computed, and x has no meaning."""
         whose, exact = self.config.source(layer), DIGITS["exact"]
         with cache.lock:
             for start in range(0, len(x), self.chunk):
@@ -311,7 +318,8 @@ class CpuDecoder(Decoder):
                 if source is not None and whose is not None:
                     before = source[start : start + self.chunk]
                     self._native.run_layers(before, [passage], exact, inputs, whose, whose + 1, None)
-                self._native.run_layers(part, [passage], exact, inputs, layer, layer + 1, observe)
+                with contextlib.suppress(Enough):
+                    self._native.run_layers(part, [passage], exact, inputs, layer, layer + 1, observe)
 
     def normalize(self, hidden: Floats) -> Floats:
         """Hidden states [m, hidden] behind the last norm: what the head multiplies."""

@@ -4,8 +4,10 @@ All windows of the text pass one layer, then the next, so the sums of one layer 
 of all of them takes. Between layers, hidden states [tokens, hidden] are in files beside the output. A layer that is
 done is written, so a run that was killed goes on with the layer that it was at, to the same bits.
 
-For sequential GPTQ, two models go side by side: the float one, and one whose layers are quantized as soon as their
-sums are there. The sums are of the second model's inputs, and of their products with the first one's.
+For sequential GPTQ, two models go side by side: the float one, and one whose matrices are quantized as soon as their
+sums are there. The sums are of the second model's inputs, and of their products with the first one's. A layer takes
+several steps: attention's input, its output, the input of the feed-forward network, what its last matrix multiplies.
+The matrices of a step are quantized before the inputs of the next are computed.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import repeat
@@ -27,6 +32,7 @@ from numpy.typing import NDArray
 
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
+from billfish.checkpoints.write.plan import with_mix
 from billfish.checkpoints.write.resumable_writer import Identity, Output, identity, is_current, partial_path, write
 from billfish.checkpoints.write.selection import Quantization
 from billfish.core.arrays import FLOATS
@@ -37,7 +43,7 @@ from billfish.core.progress import Progress
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.version import __version__
-from billfish.llm.cpu import CpuDecoder, Observe, inputs_of
+from billfish.llm.cpu import EXPERT_INPUT, CpuDecoder, Enough, Observe, inputs_of
 from billfish.llm.model import load
 from billfish.llm.model_files import open_source
 from billfish.llm.model_weights import ExpertTensor, ModelTensors, Tensor
@@ -49,11 +55,16 @@ from billfish.statistics.inputs import CALL, InputStatistics, Sums
 from billfish.statistics.statistics import Statistics
 from billfish.statistics.statistics_file import About, Inputs, Part, check_suffix, output_file
 
+LOG = logging.getLogger(__name__)
 TOKENS, WINDOW = 32768, 512
 DEFAULT_NAME = "the text that billfish carries"
 WRITABLE = (".safetensors", ".gguf")  # not .dat, which has no place for a layer after the other
 HEAD_INPUT = 0  # the one that the head has
 QUANTIZED = "quantized-"  # before a layer, the file of what enters it in the quantized model
+FLOAT = "float-"  # before an input, the file of what the float model has there in the layer that is calibrated
+# Inputs of a layer, by LayerInput, whose matrices know nothing of each other. Each step depends on those before it.
+STEPS = ((0,), (1,), (2, 4, 6), (3, 5))
+OnQuantized = Callable[[str, QuantizedTensor | QuantizedExperts], object]  # gets a name and what it has become
 EMBEDDING_INPUT = -1  # of the first layer: rows of the embedding, which a model with embeddings per layer multiplies
 
 
@@ -77,6 +88,7 @@ class Calibration:
         shared = any(isinstance(block.mixer, Attention) and block.mixer.shares is not None for block in model.blocks)
         if shared or model.encoder or model.per_layer_embedding is not None:
             return None
+        quantization = with_mix(source.tensors, quantization)
         formats = dict[str, tuple[Format, int]]()
         for name, shape in self.shapes.items():
             about = source.tensors.describe(name)
@@ -134,16 +146,42 @@ class Calibration:
         """What these matrices multiply. A file may hold several as one."""
         *experts, _, k = parts[0].shape
         names = tuple(dict.fromkeys(f"{part.name}.weight" for part in parts))
-        return Inputs(names, (*experts, k), self.hessian, self.formats is not None and not experts)
+        embedding = parts[0].name == self.tensors.config.embedding.name  # which is more than a head
+        return Inputs(names, (*experts, k), self.hessian, self.formats is not None and not experts and not embedding)
+
+    def steps(self, layer: int) -> list[list[int]]:
+        """The inputs of a layer, in the order in which they are computed: those together between which nothing is
+        quantized."""
+        steps, inputs, formats = list[list[int]](), self.inputs[layer], self.formats or {}
+        for numbers in STEPS:
+            present = [number for number in numbers if number in inputs]
+            quantized = steps and any(name in formats for number in steps[-1] for name in inputs[number].names)
+            if quantized or not steps:
+                steps.append(present)
+            else:
+                steps[-1] += present
+        return [step for step in steps if step]
+
+    @property
+    def disk_bytes(self) -> int:
+        """About what the statistics, the states between layers and the inputs of the float model take."""
+        every = [known for layer in self.inputs for known in layer.values()]
+        sums = sum(4 * math.prod(known.shape) * known.shape[-1] * (1 + known.cross) for known in every)
+        rows = max(sum(known.shape[-1] for known in layer.values() if known.cross) for layer in self.inputs)
+        return sums + 4 * self.tokens * (rows + 4 * self.tensors.config.hidden)
 
     @property
     def layers(self) -> int:
         return self.tensors.config.layers
 
-    def write(self, out: Path, progress: bool, overwrite: bool | None = None) -> None:
-        """Compute the statistics, to a file. Killed at any moment, the same call goes on."""
+    def write(
+        self, out: Path, progress: bool, overwrite: bool | None = None, quantized: OnQuantized | None = None
+    ) -> None:
+        """Compute the statistics, to a file. Killed at any moment, the same call goes on.
+
+        quantized: is told of each matrix that a sequential run quantizes."""
         with Progress(len(self.inputs), "layers", enabled=progress) as bar:
-            layers = Layers(self, partial_path(Path(os.path.abspath(out))) / "states", bar)
+            layers = Layers(self, partial_path(Path(os.path.abspath(out))) / "states", bar, quantized)
             parts = [
                 Part(f"layer {i}", tuple(layer.values()), functools.partial(layers.statistics, i))
                 for i, layer in enumerate(self.inputs)
@@ -162,11 +200,15 @@ class Calibration:
 
 
 class Layers:
-    """The layers of a model, one after the other, and the hidden states between them."""
+    """The layers of a model, one after the other, and the hidden states between them.
 
-    def __init__(self, calibration: Calibration, room: Path, bar: Progress) -> None:
-        self._calibration, self._room, self._bar = calibration, room, bar
-        self._ready: dict[str, InputStatistics] = {}  # by which a layer is quantized
+    quantized: is told of each matrix of sequential GPTQ.
+    """
+
+    def __init__(self, calibration: Calibration, room: Path, bar: Progress, quantized: OnQuantized | None) -> None:
+        self._calibration, self._room, self._bar, self._told = calibration, room, bar, quantized
+        self._known: dict[str, InputStatistics] = {}  # by which matrices of the layer are quantized
+        self._rounded: dict[str, Tensor | ExpertTensor] = {}  # those that are, as floats
         self._quantized = set[int]()  # layers that the decoder has no floats of
 
     @functools.cached_property
@@ -179,7 +221,6 @@ class Layers:
     def statistics(self, layer: int) -> list[InputStatistics]:
         """Of all inputs of a layer; behind the last layer, of the head's."""
         inputs, sequential = self._calibration.inputs[layer], self._calibration.formats is not None
-        sums = {number: Sums(known.shape, self._calibration.hessian, known.cross) for number, known in inputs.items()}
         self._room.mkdir(exist_ok=True)
         if sequential and layer and not all(map(self._has_states, (str(layer), f"{QUANTIZED}{layer}"))):
             self.statistics(layer - 1)  # somebody has cleared up
@@ -188,6 +229,9 @@ class Layers:
         for path in self._room.iterdir():  # the layer before is written, so nobody goes back to what it began with
             if path.name not in needed:
                 path.unlink()
+        if sequential and layer < last:
+            return self._sequential(layer)
+        sums = self._sums(layer, inputs)
         if EMBEDDING_INPUT in sums:
             for states in self._states(layer):
                 sums[EMBEDDING_INPUT].add(states)
@@ -195,56 +239,91 @@ class Layers:
             for truth, states in zip(self._states(layer), self._states(layer, sequential), strict=True):
                 rows = self._decoder.normalize(states)
                 sums[HEAD_INPUT].add(rows)
-                if sequential:
+                if inputs[HEAD_INPUT].cross:
                     sums[HEAD_INPUT].add_cross(rows, self._decoder.normalize(truth))
-        elif sequential:
-            self._pass_both(layer, sums)
         else:
             self._pass(layer, lambda _, number, expert, rows: sums[number].add(rows, None if expert < 0 else expert))
-        found = {number: known.finish(inputs[number].names[0]) for number, known in sums.items()}
-        if sequential and layer < last:
-            self._quantize(layer, found)
-        return list(found.values())
+        return [known.finish(inputs[number].names[0]) for number, known in sums.items()]
 
-    def _pass_both(self, layer: int, sums: Mapping[int, Sums]) -> None:
-        """All windows through a layer: the float model's, to the file of the next, and the quantized model's."""
-        decoder, windows = self._decoder, self._calibration.windows
+    def _sums(self, layer: int, numbers: Iterable[int]) -> dict[int, Sums]:
+        inputs, hessian = self._calibration.inputs[layer], self._calibration.hessian
+        return {number: Sums(inputs[number].shape, hessian, inputs[number].cross) for number in numbers}
+
+    # ---- sequential GPTQ ------------------------------------------------------------------------------------------
+
+    def _sequential(self, layer: int) -> list[InputStatistics]:
+        """Step by step: sums of the quantized model's inputs, then its matrices. Last, what enters the next layer."""
+        decoder, inputs, steps = self._decoder, self._calibration.inputs[layer], self._calibration.steps(layer)
+        self._known, self._rounded = {}, {}
         if layer in self._quantized:
             decoder.read_layer_again(layer)
             self._quantized.remove(layer)
-        cache = decoder.cache(max(map(len, windows)))
-        both = zip(windows, self._states(layer), self._states(layer, True), strict=True)
-        with replacing(self._room / str(layer + 1)) as file:
-            for tokens, states, quantized in both:
-                truth, seen = Seen(), Seen()
-                decoder.run_layer(layer, tokens, states, None, cache, truth.add)
-                file.write(states.data)
-                decoder.run_layer(layer, tokens, quantized, None, cache, seen.add)
-                for (number, expert), parts in seen.rows.items():
-                    rows = np.concatenate(parts)
-                    sums[number].add(rows, None if expert < 0 else expert)
-                    if expert < 0:
-                        sums[number].add_cross(rows, np.concatenate(truth.rows[number, expert]))
-                self._bar.advance(len(states) / self._calibration.tokens, f"layer {layer}")
-
-    def _quantize(self, layer: int, found: Mapping[int, InputStatistics]) -> None:
-        """Quantize a layer, and run the quantized model's windows through it, to the file of the next."""
-        inputs = self._calibration.inputs[layer]
-        self._ready = {name: known for number, known in found.items() for name in inputs[number].names}
-        decoder, windows = self._decoder, self._calibration.windows
-        decoder.read_layer_again(layer)
-        self._ready, self._quantized = {}, self._quantized | {layer}
-        cache = decoder.cache(max(map(len, windows)))
+        share = 1 / (len(steps) + 2)  # of the layer's passes
+        self._float_pass(layer, share)
+        found: dict[int, InputStatistics] = {}
+        for step in steps:
+            sums = self._sums(layer, step)
+            self._observe_step(layer, sums, share)
+            found |= {number: known.finish(inputs[number].names[0]) for number, known in sums.items()}
+            self._known = {name: found[number] for number in step for name in inputs[number].names}
+            if self._known.keys() & (self._calibration.formats or {}).keys():
+                decoder.read_layer_again(layer)
+            self._known = {}
+        self._quantized.add(layer)
         with replacing(self._room / f"{QUANTIZED}{layer + 1}") as file:
-            for tokens, states in zip(windows, self._states(layer, True), strict=True):
-                decoder.run_layer(layer, tokens, states, None, cache, None)
+            for states in self._run(layer, True, share, None):
                 file.write(states.data)
+        self._rounded = {}
+        return [found[number] for number in inputs]
+
+    def _float_pass(self, layer: int, share: float) -> None:
+        """The float model's windows through a layer, to the file of the next, and its inputs to files."""
+        with contextlib.ExitStack() as stack:
+            crossed = [number for number, known in self._calibration.inputs[layer].items() if known.cross]
+            files = {number: stack.enter_context((self._room / f"{FLOAT}{number}").open("wb")) for number in crossed}
+
+            def observe(_: int, number: int, expert: int, rows: NDArray[np.float32]) -> None:
+                if number in files:
+                    files[number].write(np.ascontiguousarray(rows).data)
+
+            with replacing(self._room / str(layer + 1)) as file:
+                for states in self._run(layer, False, share, observe):
+                    file.write(states.data)
+
+    def _observe_step(self, layer: int, sums: Mapping[int, Sums], share: float) -> None:
+        """Add up the inputs of a step in the quantized model, beside the float model's of the same tokens."""
+        inputs = self._calibration.inputs[layer]
+        last = max(sums) if max(sums) < EXPERT_INPUT else None  # which the native decoder computes last
+        with contextlib.ExitStack() as stack:
+            crossed = [number for number in sums if inputs[number].cross]
+            files = {number: stack.enter_context((self._room / f"{FLOAT}{number}").open("rb")) for number in crossed}
+
+            def observe(_: int, number: int, expert: int, rows: NDArray[np.float32]) -> None:
+                if number in sums:
+                    sums[number].add(rows, None if expert < 0 else expert)
+                if number in files:
+                    content = files[number].read(4 * rows.size)
+                    sums[number].add_cross(rows, np.frombuffer(content, np.float32).reshape(rows.shape))
+                if number == last:
+                    raise Enough
+
+            for _ in self._run(layer, True, share, observe):
+                pass
+
+    def _run(self, layer: int, quantized: bool, share: float, observe: Observe | None) -> Iterator[NDArray[np.float32]]:
+        """What leaves a layer, window by window."""
+        decoder, windows = self._decoder, self._calibration.windows
+        cache = decoder.cache(max(map(len, windows)))
+        for tokens, states in zip(windows, self._states(layer, quantized), strict=True):
+            decoder.run_layer(layer, tokens, states, None, cache, observe)
+            yield states
+            self._bar.advance(share * len(states) / self._calibration.tokens, f"layer {layer}")
 
     def _converted(self, name: str, tensor: Tensor | ExpertTensor) -> Tensor | ExpertTensor:
         """A matrix of the layer that is quantized, as floats: other matrices as they are."""
-        known, formats = self._ready.get(name), self._calibration.formats or {}
-        if known is None or name not in formats:
-            return tensor
+        known, formats = self._known.get(name), self._calibration.formats or {}
+        if name in self._rounded or known is None or name not in formats:
+            return self._rounded.get(name, tensor)
         w: Any = floats_of(tensor)
         if w.dtype.name not in FLOATS:
             return tensor
@@ -254,7 +333,13 @@ class Layers:
             "hessian": known.hessian(name),
             "cross": known.mean_cross(name),
         }
-        return floats_of(quantize(w, format, group_size=group_size, method="gptq", **further))
+        rounded = quantize(w, format, group_size=group_size, method="gptq", **further)
+        if self._told is not None:
+            self._told(name, rounded)
+        self._rounded[name] = floats_of(rounded)
+        return self._rounded[name]
+
+    # ---- states -----------------------------------------------------------------------------------------------------
 
     def _pass(self, layer: int, observe: Observe | None) -> None:
         """All windows through a layer, to the file of the next."""
@@ -285,17 +370,6 @@ class Layers:
             for window in windows:
                 content = bytearray(file.read(4 * hidden * len(window)))
                 yield np.frombuffer(content, np.float32).reshape(len(window), hidden)
-
-
-class Seen:
-    """Copies of the inputs of a layer, in the order in which it has computed them."""
-
-    def __init__(self) -> None:
-        self.rows: dict[tuple[int, int], list[NDArray[np.float32]]] = {}
-
-    def add(self, _: int, number: int, expert: int, rows: NDArray[np.float32]) -> None:
-        """See `Observe`."""
-        self.rows.setdefault((number, expert), []).append(np.array(rows))
 
 
 def floats_of(tensor: Tensor | ExpertTensor) -> NDArray[Any]:
@@ -349,13 +423,14 @@ def calibrated(
     hessian: bool,
     progress: bool,
     sequential: tuple[Quantization, bool] | None = None,
+    suffix: str = "statistics",
 ) -> Iterator[Statistics]:
     """Statistics of the model of a checkpoint, in a file beside `out`. They stay there while the output may be
     continued: after Ctrl-C, or an error of the system.
 
     text: a file, or a bool for the text that the package carries.
     sequential: how weights are quantized, and whether quantized ones are: layer by layer, with what comes before
-    quantized.
+    quantized. Where the disk has no room for it, statistics are those of the float model.
     """
     if not checkpoint.files:
         raise DataError(
@@ -364,9 +439,9 @@ def calibrated(
             )
         )
     calibration = Calibration.of(checkpoint.path, None if isinstance(text, bool) else text, hessian, TOKENS, None)
+    path = Path(f"{os.path.abspath(out)}.partial-{suffix}.safetensors")  # a name that nobody else has
     if sequential is not None:
-        calibration = calibration.sequential(*sequential) or calibration
-    path = Path(f"{os.path.abspath(out)}.partial-statistics.safetensors")  # a name that nobody else has
+        calibration = _with_room(calibration.sequential(*sequential) or calibration, calibration, path)
     if not path.exists() or Statistics.load(path).run != calibration.run:
         path.unlink(missing_ok=True)
         calibration.write(path, progress)
@@ -377,6 +452,21 @@ def calibrated(
             path.unlink(missing_ok=True)
         raise
     path.unlink()
+
+
+def _with_room(wanted: Calibration, otherwise: Calibration, path: Path) -> Calibration:
+    """The calibration that is wanted if its files have room on the disk, beside what an earlier run has left there."""
+    kept = [path, *partial_path(path).rglob("*")]
+    room = shutil.disk_usage(path.parent).free + sum(file.stat().st_size for file in kept if file.is_file())
+    if wanted is otherwise or wanted.disk_bytes <= room:
+        return wanted
+    LOG.warning(
+        "sequential GPTQ needs %.1f GB beside the output, and the disk has %.1f GB: quantizing all layers by the float "
+        "model's inputs instead",
+        wanted.disk_bytes / 1e9,
+        room / 1e9,
+    )
+    return otherwise
 
 
 # ---- the text ----------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def quantize_checkpoint(
     raw_names: bool = False,
     statistics: Statistics | str | os.PathLike[str] | None = None,
     calibrate: bool | str | os.PathLike[str] = False,
-    sequential: bool = False,
+    sequential: bool | None = None,
     overwrite: bool = False,
     progress: bool | OnProgress = True,
 ) -> ConversionReport:
@@ -70,9 +70,9 @@ def quantize_checkpoint(
     calibrate: a text to run through the model for such statistics, or True for one that the package carries; see
     :func:`billfish.calibrate_checkpoint`. "gptq" needs X^T X: of statistics that have it, or it is calibrated with
     that text.
-    sequential: whether "gptq" quantizes layer after layer, each with the inputs that it gets from those before, and
-    makes up for their errors. It calibrates with a text. Models whose layers share keys and values, and encoders, are
-    calibrated as without.
+    sequential: whether "gptq" quantizes matrix after matrix, each with the inputs that it gets from those before, and
+    makes up for their errors. None: unless there are `statistics`, or the disk has no room for twice X^T X. Models
+    whose layers share keys and values, and encoders, are calibrated as without.
 
     Returns a ConversionReport. Raises CheckpointError for what cannot be read or written, and DataError if nothing
     would be quantized.
@@ -87,13 +87,11 @@ def quantize_checkpoint(
         raise DataError(failure(CALL, "calibrate= and statistics= exclude each other", "Pass one of them."))
     settings = _settings(dst, format, group_size, method, keep or {}, {}, only, to, requantize, raw_names, overwrite)
     checkpoint, out = opened(src), Path(dst)
-    if sequential and (method != "gptq" or statistics is not None):
-        problem = f"sequential=True needs method='gptq' without statistics=; method is {method!r}"
-        raise DataError(failure(CALL, problem, "Pass a text with calibrate=."))
+    in_order = _in_order(sequential, method, statistics)
     if statistics is None and (calibrate or method == "gptq"):
         check_export(CALL, checkpoint, out, settings)
     assert settings.quantization is not None
-    how = (settings.quantization, requantize) if sequential else None
+    how = (settings.quantization, requantize) if in_order else None
     with _statistics(checkpoint, out, statistics, calibrate, method, progress is True, how) as known:
         return export(CALL, checkpoint, out, _with_statistics(settings, known), progress)
 
@@ -114,6 +112,7 @@ def quantize_to_bits(
     to: Layout | None = None,
     requantize: bool = False,
     raw_names: bool = False,
+    sequential: bool | None = None,
     overwrite: bool = False,
     progress: bool | OnProgress = True,
 ) -> ConversionReport:
@@ -140,7 +139,13 @@ def quantize_to_bits(
     # Whatever the writer refuses is refused before hours of measurements.
     tried = _trials(checkpoint, candidates) if plan is None else [plan]
     wanted = set[str]().union(*(check_export(CALL, checkpoint, destination, settings_for(trial)) for trial in tried))
-    with _statistics(checkpoint, destination, statistics, calibrate, method, True) as known:
+    in_order, kept = _in_order(sequential, method, statistics), None
+    with contextlib.ExitStack() as stack:
+        known = None
+        if not in_order:
+            known = stack.enter_context(_statistics(checkpoint, destination, statistics, calibrate, method, True))
+        elif plan is None:  # which needs mean squares only
+            known = stack.enter_context(calibrated(checkpoint, destination, calibrate, False, True, suffix="squares"))
         if plan is None:
             text = Path(calibrate) if isinstance(calibrate, str) else None
             kept = Path(f"{os.path.abspath(destination)}.partial-damage.json")
@@ -152,7 +157,24 @@ def quantize_to_bits(
                 LOG.info("the chosen formats:\n%s", plan.text().rstrip())
             else:
                 plan.save(written)
-        return export(CALL, checkpoint, destination, _with_statistics(settings_for(plan), known), progress)
+        settings = settings_for(plan)
+        if in_order:
+            assert settings.quantization is not None
+            how = (settings.quantization, requantize)
+            known = stack.enter_context(_statistics(checkpoint, destination, None, calibrate, method, True, how))
+        report = export(CALL, checkpoint, destination, _with_statistics(settings, known), progress)
+    if kept is not None:
+        kept.unlink(missing_ok=True)
+    return report
+
+
+def _in_order(sequential: bool | None, method: str, statistics: object) -> bool:
+    """Whether matrices are quantized one after the other; raises where that is asked for and cannot be."""
+    can = method == "gptq" and statistics is None
+    if sequential and not can:
+        problem = f"sequential=True needs method='gptq' without statistics=; method is {method!r}"
+        raise DataError(failure(CALL, problem, "Pass a text with calibrate=."))
+    return can and sequential is not False
 
 
 def _trials(checkpoint: Checkpoint, candidates: Sequence[Candidate]) -> list[BitPlan]:

@@ -256,13 +256,11 @@ def plan_bits(
     """A format of the list for each matrix of a model, at most `bits` for a weight on average, scales included.
 
     text: what to predict while damage is measured; None is the text that the package carries.
-    kept: a file for what was measured, while it is being measured; it is gone at the end.
+    kept: a file for what was measured. A later call has it from there.
     wanted: the names, in the file, of all that is to be quantized; None: what `billfish quantize` takes by itself.
     """
     candidates = candidates_of(formats, bits)
     options = {"statistics": statistics, "text": text, "requantize": requantize, "device": device, "kept": kept}
     damage = Damage(path, candidates, progress=progress, wanted=wanted, **options)  # type: ignore[arg-type]
     chosen = choose_formats(damage.measure(), bits)
-    if kept is not None:
-        kept.unlink(missing_ok=True)
     return plan_of(chosen, damage.remarks(chosen))

@@ -111,6 +111,19 @@ def test_bits_are_the_average_and_the_plan_can_be_edited(model, tmp_path, capsys
     assert not list(tmp_path.glob("*.partial*"))
 
 
+def test_gptq_follows_the_plan_in_order(model, tmp_path):
+    """The plan is measured with mean squares. The weights then are those of the same plan from a file."""
+    plan, text, formats = tmp_path / "plan", tmp_path / "text.txt", ("--bits", 6, "--formats", "q4_0,q8_0")
+    text.write_text("ab abba, what is this? A few words of a text; 12 numbers and more. " * 6)
+    how = (*formats, "--plan", plan, "--method", "gptq", "--calibrate", text)
+    assert quantize(model, tmp_path / "out.gguf", *how) == 0
+    assert quantize(model, tmp_path / "again.gguf", *how) == 0
+    assert quantize(model, tmp_path / "other.gguf", *how, "--no-sequential") == 0
+    assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "again.gguf").read_bytes()
+    assert (tmp_path / "out.gguf").read_bytes() != (tmp_path / "other.gguf").read_bytes()
+    assert not list(tmp_path.glob("*.partial*"))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "rule"),
@@ -152,7 +165,8 @@ def test_a_measurement_goes_on_where_it_was_stopped(model, tmp_path, monkeypatch
         damage.plan_bits(tmp_path / "model.gguf", 5, formats=formats, kept=kept)
     plan = damage.plan_bits(tmp_path / "model.gguf", 5, formats=formats, kept=kept)
     assert len(passes) - 1 == 7 * 2 + 3  # two were known, one was begun twice
-    assert not kept.exists()
+    assert plan == damage.plan_bits(tmp_path / "model.gguf", 5, formats=formats, kept=kept)
+    assert len(passes) - 1 == 7 * 2 + 3  # all are known
     kept.write_bytes(b'{"run": 1')  # damaged: all is measured anew
     assert plan == damage.plan_bits(tmp_path / "model.gguf", 5, formats=formats, kept=kept)
     assert plan == damage.plan_bits(tmp_path / "model.gguf", 5, formats=formats)

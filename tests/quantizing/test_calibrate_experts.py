@@ -202,7 +202,23 @@ def test_a_gguf_file_is_quantized_by_a_text(folder_of, tmp_path, method):
     folder, source = folder_of("qwen3moe"), tmp_path / "in.gguf"
     bf.convert(folder, source, "gguf", progress=False)
     out, text = tmp_path / "out.gguf", str(folder.parent / "text.txt")
-    assert main(["quantize", str(source), str(out), "--format", "q4_0", "--method", method, "--calibrate", text]) == 0
+    assert (
+        main(
+            [
+                "quantize",
+                str(source),
+                str(out),
+                "--format",
+                "q4_0",
+                "--method",
+                method,
+                "--no-sequential",
+                "--calibrate",
+                text,
+            ]
+        )
+        == 0
+    )
     known = bf.calibrate_checkpoint(source, tmp_path / "s.safetensors", text=text, hessian=True, progress=False)
     plain, found = bf.load(source), bf.load(out)
     for name in ("blk.0.ffn_up_exps.weight", "blk.1.ffn_down_exps.weight"):
@@ -218,13 +234,10 @@ def test_a_gguf_file_is_quantized_by_a_text(folder_of, tmp_path, method):
 def test_a_folder_is_quantized_as_its_gguf_file(folder_of, tmp_path, name):
     """Whatever the folder calls its experts, one by one or in stacks: statistics find them."""
     folder = folder_of(name)
-    text = folder.parent / "text.txt"
-    bf.quantize_checkpoint(folder, tmp_path / "folder", "q4_0", method="gptq", calibrate=text, progress=False)
-    known = bf.calibrate_checkpoint(folder, tmp_path / "s.safetensors", text=text, hessian=True, progress=False)
+    settings = {"method": "gptq", "calibrate": folder.parent / "text.txt", "progress": False}
+    bf.quantize_checkpoint(folder, tmp_path / "folder", "q4_0", **settings)
     bf.convert(folder, tmp_path / "in.gguf", "gguf", progress=False)
-    bf.quantize_checkpoint(
-        tmp_path / "in.gguf", tmp_path / "out.gguf", "q4_0", method="gptq", statistics=known, progress=False
-    )
+    bf.quantize_checkpoint(tmp_path / "in.gguf", tmp_path / "out.gguf", "q4_0", **settings)
     bf.convert(tmp_path / "folder", tmp_path / "again.gguf", "gguf", progress=False)
     found, expected = bf.load(tmp_path / "again.gguf"), bf.load(tmp_path / "out.gguf")
     stacks = [own for own in expected if "_exps.weight" in own]
@@ -234,6 +247,25 @@ def test_a_folder_is_quantized_as_its_gguf_file(folder_of, tmp_path, name):
             np.testing.assert_array_equal(found[own], expected[own])
         else:
             assert found[own].storage["blocks"].tobytes() == expected[own].storage["blocks"].tobytes()
+
+
+@pytest.mark.parametrize("name", first(2, ["qwen35moe", "lfm2", "mixtral", "granitehybrid", "glm4moe"]))
+def test_layers_of_every_kind_are_quantized_in_order(folder_of, tmp_path, name):
+    """Behind recurrent layers and experts, too, matrices have the inputs of the quantized model."""
+    model, out = tmp_path / "in.gguf", tmp_path / "out.gguf"
+    (tmp_path / "text.txt").write_text(TEXT)
+    bf.convert(folder_of(name), model, "gguf", progress=False)
+    how = Quantization(bf.get_format("q8_0"), None, "gptq")
+    in_order = Calibration.of(model, tmp_path / "text.txt", True, 150, 40).sequential(how, False)
+    in_order.write(tmp_path / "s.safetensors", False)
+    known = Statistics.load(tmp_path / "s.safetensors")
+    bf.quantize_checkpoint(model, out, "q8_0", method="gptq", statistics=known, progress=False)
+    theirs, floats = calibrated(out, tmp_path / "out.safetensors"), calibrated(model, tmp_path / "in.safetensors")
+    for own in theirs:
+        found, truth, before = (s[own].squares for s in (known, theirs, floats))
+        assert np.abs(found - truth).max() <= 1e-4 * truth.max(), own
+        if not own.startswith("blk.0."):
+            assert np.abs(before - truth).max() > 1e-4 * truth.max(), own
 
 
 def test_an_mlx_folder_is_quantized_by_the_same_statistics(folder_of, tmp_path):

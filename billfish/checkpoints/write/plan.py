@@ -60,7 +60,7 @@ def plan(checkpoint: Checkpoint, settings: Settings) -> Plan:
     if settings.quantization:
         settings.quantization.check_patterns(checkpoint)
         settings.quantization.check_statistics(checkpoint)
-        quantization = replace(_with_mix(checkpoint, settings.quantization), columns=column_orders(checkpoint))
+        quantization = replace(with_mix(checkpoint, settings.quantization), columns=column_orders(checkpoint))
         settings = replace(settings, quantization=quantization)
     made, quantizable = Plan(), upright(checkpoint)
     for name in checkpoint:
@@ -73,7 +73,7 @@ def plan(checkpoint: Checkpoint, settings: Settings) -> Plan:
     return made
 
 
-def _with_mix(checkpoint: Checkpoint, quantization: Quantization) -> Quantization:
+def with_mix(checkpoint: Checkpoint, quantization: Quantization) -> Quantization:
     """The rules of its mix are rules like any others, after those of the user."""
     if quantization.mix is None:
         return quantization
