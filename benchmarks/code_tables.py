@@ -225,11 +225,15 @@ def server_limits() -> str:
             "400",
         ],
         ["JSON schemas that wait", f"{grammar_compiler.QUEUE}, for {grammar_compiler.QUEUE_SECONDS:g} s", "429"],
-        ["grammar: states of the lexer", f"{grammar_process.LEXER_STATES:,}", "the answer ends with an error"],
+        [
+            "grammar: states of the lexer",
+            f"{grammar_process.LEXER_STATES:,}",
+            "400, or the stream's last event",
+        ],
         [
             "grammar: work for one token",
             f"{grammar_process.STEP_ITEMS:,} items, {grammar_process.STEP_FUEL:,} steps of the lexer",
-            "the answer ends with an error",
+            "400, or the stream's last event",
         ],
         ["responses that are kept", f"{session.MOST_KEPT}, {session.MOST_KEPT_BYTES // mib} MiB", "404"],
     ]

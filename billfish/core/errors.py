@@ -78,11 +78,13 @@ def type_of(value: object) -> str:
 
 def readable(text: object, longest: int = LONGEST) -> str:
     """Make a text safe to print: escape control characters, and cut the middle of a long text."""
-    shown = str(text)
-    if len(shown) > longest:
-        half = (longest - 3) // 2
-        shown = f"{shown[:half]}...{shown[-half:]}"
-    return printable(shown)
+    return _cut(printable(_cut(str(text), longest)), longest)  # an escape has up to ten characters
+
+
+def _cut(text: str, longest: int) -> str:
+    """A text without its middle, if it is too long."""
+    half = (longest - 3) // 2
+    return text if len(text) <= longest else f"{text[:half]}...{text[-half:]}"
 
 
 def printable(text: str) -> str:

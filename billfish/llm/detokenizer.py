@@ -60,7 +60,7 @@ class Piece:
 
     text: may be "" while part of a character, or what may begin a stop string, is held back. tokens: those whose text
     is out with this piece. A token inside a stop string never comes. finished: "" up to the last piece, which has
-    "stop", "length", "cancelled" or "failed". error: a sentence, with "failed".
+    "stop", "length", "cancelled", "failed" or "refused". error: a sentence, with the last two.
     """
 
     text: str

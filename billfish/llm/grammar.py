@@ -37,6 +37,10 @@ LARK = grammar_process.LARK
 ANNOTATIONS = ("title", "description", "$comment")  # texts that no answer depends on
 
 
+class GrammarLimitError(DataError):
+    """A grammar that needs more states or work for a token than llguidance may take, in the middle of an answer."""
+
+
 @dataclass(frozen=True)
 class Grammar:
     """What an answer must be, for any model. `schema` is a JSON schema, as a text, or a grammar of llguidance that
@@ -159,7 +163,8 @@ class Vocabulary:
 
 
 class Matcher:
-    """How far an answer has come along its grammar. Raises DataError where llguidance gives up."""
+    """How far an answer has come along its grammar. Raises GrammarLimitError where llguidance gives up, and DataError
+    where it fails."""
 
     def __init__(self, state: Any, size: int) -> None:
         self._state, self._size = state, size
@@ -193,8 +198,12 @@ class Matcher:
         return library_errors(CALL, "the grammar failed, and the answer cannot go on")
 
     def _check(self) -> None:
-        if self._state.is_error():
-            raise ValueError(self._state.get_error())
+        try:
+            grammar_process.check(self._state)
+        except ValueError as error:
+            raise GrammarLimitError(
+                failure(CALL, f"the schema is too complex for the answer to go on: {error}")
+            ) from None
 
 
 class CompiledGrammar:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -28,6 +29,7 @@ MEMORY_BYTES = 64 * 2**20  # beyond the vocabulary
 STACK_BYTES = 4 * 2**20  # much less than the threads of the server have, which compile the schema after us
 # While an answer is generated: states of the lexer, and what one token may cost in the thread of the engine.
 LEXER_STATES, STEP_ITEMS, STEP_FUEL = 50_000, 50_000, 100_000
+TRIED_TOKENS = 8  # of an answer: what exceeds these limits often does so soon
 ERROR_LENGTH = 500
 LARK = "%llguidance {}"  # what a grammar begins with that is no JSON schema
 # Bounded white space: small models would otherwise write it for ever. Unknown keywords are errors, and "x-guidance" in
@@ -69,7 +71,7 @@ def read(connection: socket.socket) -> bytes:
 def tried(library: Any, tokenizer: Any, connection: socket.socket) -> dict[str, str]:
     """The answer for a schema."""
     try:
-        build(library, tokenizer, read(connection).decode())
+        go_on(build(library, tokenizer, read(connection).decode()))
     except BaseException as error:  # a panic inside llguidance is no Exception
         return {"error": str(error)[:ERROR_LENGTH]}
     return {}
@@ -88,10 +90,30 @@ def build(library: Any, tokenizer: Any, schema: str) -> Any:
     matcher = library.LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
+    check(matcher)
+    return matcher
+
+
+def go_on(matcher: Any) -> None:
+    """Take TRIED_TOKENS tokens that the grammar allows, always the same ones. Raises ValueError as `build` does."""
+    rng = random.Random(0)
+    for _ in range(TRIED_TOKENS):
+        mask = matcher.compute_bitmask()
+        start = rng.randrange(len(mask))
+        from_start = mask[start:] + mask[:start]
+        rest = from_start.lstrip(b"\0")
+        if not rest or matcher.is_stopped():
+            break
+        place = (start + len(mask) - len(rest)) % len(mask)
+        matcher.consume_token(8 * place + (rest[0] & -rest[0]).bit_length() - 1)
+    check(matcher)
+
+
+def check(matcher: Any) -> None:
+    """Raises ValueError where llguidance has given up."""
     if matcher.is_error():
         error = matcher.get_error().removesuffix("\n<non-verbose/>")
         raise ValueError("nothing satisfies it" if error.startswith("NoExtension") else error)
-    return matcher
 
 
 class Tokens:

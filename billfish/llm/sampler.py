@@ -9,15 +9,13 @@ from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from billfish.core.errors import DataError, bad_argument, explained
-
-if TYPE_CHECKING:
-    from billfish.llm.grammar import Matcher
+from billfish.llm.grammar import GrammarLimitError, Matcher
 
 Scored = tuple[int, float]  # a token, and the logarithm of its probability
 
@@ -252,6 +250,7 @@ class RequestSampler(Sampler):
         """matcher: which tokens a grammar allows. logprobs: how many of the best tokens `scored` has."""
         super().__init__(how, prompt)
         self._matcher, self.alternatives = matcher, logprobs
+        self.refused = False  # whether the error is that the grammar takes too much
 
     @property
     def needs_scores(self) -> bool:
@@ -292,6 +291,7 @@ class RequestSampler(Sampler):
             yield
         except Exception as error:
             self.error = self.error or explained(error)
+            self.refused = self.refused or isinstance(error, GrammarLimitError)
 
 
 def with_best(logits: NDArray[np.float32], token: int, count: int) -> list[Scored]:

@@ -33,9 +33,12 @@ def test_what_once_did_harm_does_none(name, tmp_path):
     assert (result["outcome"], result["failure"]) == ("refused" if refused else "accepted", "")
 
 
-@pytest.mark.parametrize(("generator", "seed"), [("safetensors layouts", 3867), ("mutated files", 81727)])
+@pytest.mark.parametrize(
+    ("generator", "seed"), [("safetensors layouts", 3867), ("mutated files", 81727), ("gguf models", 14709)]
+)
 def test_seeds_that_once_failed(generator, seed, tmp_path):
-    """An array without axes, and a signaling NaN in an imatrix file: errors of NumPy came."""
+    """An array without axes, and a signaling NaN in an imatrix file: errors of NumPy came. A name of many NULs, whose
+    message had 6,000 characters."""
     assert run.one_case(generator, seed, tmp_path)["failure"] == ""
 
 

@@ -64,6 +64,8 @@ def patterns(count: int, first: int = 0) -> Schema:
 # Each allOf is short enough for LIMITS.
 BOMB: Schema = {"allOf": [patterns(10), patterns(10, 10), patterns(10, 20)]}
 DEEP = nested(2000)
+# Each of them may come next: too many for llguidance once the object has begun.
+OPTIONAL: Schema = {"type": "object", "properties": {f"n{i}": {} for i in range(1500)}, "additionalProperties": False}
 TOO_LARGE = {
     "chain of arrays": (chain(1500, array), "different $refs"),
     "chain of objects": (chain(1000, an_object), "different $refs"),
@@ -228,6 +230,7 @@ def test_a_server_survives_every_schema(server):
         (nested(200), "levels of nesting"),
         ({"$ref": "#"}, "nothing satisfies"),
         (BOMB, "MiB of stack"),
+        (OPTIONAL, "items"),
     ]:
         if schema is not DEEP:  # which Python cannot write
             status, found = answer(post(server[1], schema))

@@ -14,13 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import pytest
+import uvicorn
 from llm_models import Small, write_model
 from serving_http import TOOLS_TEMPLATE, Running, process, send, serving, until
 
 from billfish.cli import serve
 from billfish.cli.main import main
 from billfish.core.errors import DataError
+from billfish.serving.engine.grammar_compiler import GrammarProcess
 from billfish.serving.http import bodies, keys
+from billfish.serving.http.server import Server
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 MESSAGES = [{"role": "user", "content": "ab"}]
@@ -377,6 +380,38 @@ def test_an_answer_that_fails_is_told(folder, monkeypatch):
         lines = connection.getresponse().read().decode().splitlines()
         assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "generation_failed"
         connection.close()
+
+
+def test_the_engine_waits_little_for_python_code_of_requests(server, monkeypatch):
+    """Python's 5 ms, several times a token, made answers three times as long beside a flood of requests."""
+    seen = list[float]()
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_: seen.append(sys.getswitchinterval()))
+    earlier = sys.getswitchinterval()  # of the server of this module
+    sys.setswitchinterval(0.005)
+    try:
+        Server.run(object.__new__(Server))
+        assert sys.getswitchinterval() == pytest.approx(0.005)
+    finally:
+        sys.setswitchinterval(earlier)
+    assert seen == [pytest.approx(0.0001)]
+
+
+def test_a_schema_that_takes_too_much_within_an_answer_is_refused(folder, monkeypatch):
+    """After the tokens that are tried before: none are. 800 properties may come next, too many for llguidance."""
+    monkeypatch.setattr(GrammarProcess, "try_schema", lambda self, schema: "")
+    many = {"type": "object", "properties": {f"n{i}": {} for i in range(800)}, "additionalProperties": False}
+    format = {"type": "json_schema", "json_schema": {"name": "a", "schema": many}}
+    body = {"prompt": "ab", "response_format": format, "temperature": 0, "max_tokens": 50}
+    with serving(folder / "small.gguf", streams=1) as server:
+        body["logit_bias"] = {server.model.encode("{")[-1]: 100, server.model.encode(" ")[-1]: -100}
+        error = refused(server, COMPLETIONS, body)
+        assert error["param"] == "response_format.json_schema.schema"
+        assert "too complex" in error["message"]
+        connection = _ask(server, body | {"stream": True})
+        lines = connection.getresponse().read().decode().splitlines()
+        assert "too complex" in json.loads(lines[-2].removeprefix("data: "))["error"]["message"]
+        connection.close()
+        assert server.engine.counts().finished["refused"] == 2
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -58,7 +58,12 @@ def schema_errors(field: str, kind: type[DataError] = DataError) -> Iterator[Non
     try:
         yield
     except kind as error:
-        raise refuse(field, f"{field} cannot be used: {str(error).partition(': ')[2]}") from None
+        raise cannot_be_used(field, str(error)) from None
+
+
+def cannot_be_used(field: str, error: str) -> Refusal:
+    """400 for the field of a schema. error: begins with the name of a call."""
+    return refuse(field, f"{field} cannot be used: {error.partition(': ')[2]}")
 
 
 def stopped() -> Refusal:
@@ -237,6 +242,8 @@ async def pieces_of(service: Service, asked: Asked, receive: Receive) -> AsyncGe
             for _, piece in batch:
                 if piece.finished == "failed":
                     raise Refusal(500, piece.error, None, "generation_failed")
+                if piece.finished == "refused":
+                    raise cannot_be_used(place, piece.error)
                 if piece.finished == "cancelled":
                     raise stopped()
             yield batch

@@ -149,7 +149,7 @@ class Answer(Job):
     def take(self, token: int) -> None:
         """The next token of the answer."""
         if self.sampler.error:
-            self.end("failed", self.sampler.error)
+            self.end("refused" if self.sampler.refused else "failed", self.sampler.error)
             return
         self.text.append(token)
         now = time.perf_counter()

@@ -16,8 +16,8 @@ from billfish.llm.sampler import Sampling, Scored
 
 CALL = "serving.Request"
 # How an answer can end: by the model's own end, its grammar's or a stop text; at max_tokens or the end of the context;
-# by `Ticket.cancel`; by an error.
-REASONS = ("stop", "length", "cancelled", "failed")
+# by `Ticket.cancel`; by an error; because its grammar takes too much.
+REASONS = ("stop", "length", "cancelled", "failed", "refused")
 
 
 class QueueFull(BillfishError, RuntimeError):
@@ -65,7 +65,8 @@ class Chosen(NamedTuple):
     """The next token of an answer; None where it ends without one.
 
     scored: the token and the best ones with their log probabilities, if the request asks for them. finished: "" up to
-    the end, which has one of `REASONS`. error: a sentence, with "failed". cached_tokens: at the end, as of the ticket.
+    the end, which has one of `REASONS`. error: a sentence, with "failed" and "refused". cached_tokens: at the end, as
+    of the ticket.
     """
 
     token: int | None

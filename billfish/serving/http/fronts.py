@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from billfish.core.errors import BillfishError
 from billfish.serving.http.metrics import metrics_text
-from billfish.serving.http.server import FAILED_SECONDS, READER_SECONDS, ReadKeys, finish, reread
+from billfish.serving.http.server import FAILED_SECONDS, READER_SECONDS, ReadKeys, finish, reread, switching_after
 from billfish.serving.ipc import messages
 from billfish.serving.ipc.link import SocketLink
 from billfish.serving.ipc.session import Host, Session
@@ -67,12 +67,8 @@ class Fronts:
 
     def run(self) -> None:
         """Until a signal comes. Raises FrontFailed where no front stays."""
-        usual = sys.getswitchinterval()
-        sys.setswitchinterval(min(usual, SWITCH_SECONDS))
-        try:
+        with switching_after(SWITCH_SECONDS):
             asyncio.run(self._run())
-        finally:
-            sys.setswitchinterval(usual)
         if self._failed is not None:
             raise FrontFailed(self._failed)
 

@@ -7,6 +7,7 @@ import errno
 import logging
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from billfish.serving.ipc.session import Host
 LOG = logging.getLogger("billfish.serving")
 READER_SECONDS = 10  # for slow clients to read what was finished
 FAILED_SECONDS = 2.0  # for clients to read errors, and for monitors to see /health, when the engine has ended by one
+SWITCH_SECONDS = 0.0001  # the engine's thread waits so long at most for Python code of requests, several times a token
 ReadKeys = Callable[[], Keys]
 
 
@@ -106,6 +108,11 @@ class Server(HttpServer):
         self._failed = False
         host.metrics = metrics_text
 
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Until a signal comes."""
+        with switching_after(SWITCH_SECONDS):
+            super().run(sockets)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
         connect_here(self.host, self.service.client)
@@ -141,6 +148,17 @@ class Server(HttpServer):
     def _finish(self) -> None:
         finish(self.host)
         self.should_exit = True
+
+
+@contextmanager
+def switching_after(seconds: float) -> Iterator[None]:
+    """Let a thread that wants to run Python code wait so long at most while another one does; 5 ms is usual."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(min(usual, seconds))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)
 
 
 def finish(host: Host) -> None:

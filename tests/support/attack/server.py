@@ -6,7 +6,8 @@ stage. Rounds of that take turns with rounds of quiet, and in both another proce
 again, as an ordinary client does.
 
 `--beside SECONDS` attacks in one way at a time, each for so long between as long a quiet, and says what the ordinary
-client's time was in both. `--model` serves another model than the small one.
+client's median time and 99th percentile were in both. Beside "ordinary" it has as many clients like itself. `--model`
+serves another model than the small one.
 
 An attack has failed if a request is answered with a 500, with what is no HTTP, or not within its time; if an ordinary
 answer is another one than before; if the server ends, logs a traceback, keeps descriptors or requests, or grows.
@@ -54,7 +55,7 @@ HEAD_SECONDS = 15.0  # for the end of a connection that sends no whole head
 WHOLE_SECONDS = 60.0  # for all of an attack, sending included
 KNOWN_STATUSES = {200, 400, 401, 404, 405, 408, 413, 415, 421, 426, 429, 431, 503}
 GROWTH = 64 << 20  # bytes that the server may have more in the end
-QUIET_SECONDS, ROUND = 4.0, 5000  # seconds of a quiet round, and requests of another one
+QUIET_SECONDS, ROUND = 4.0, 2500  # seconds of a quiet round, and requests of another one
 ORDINARY: dict[str, Any] = {"prompt": "the sea is wide", "temperature": 0, "logit_bias": {"1": -100}}
 ORDINARY["max_tokens"] = int(os.environ.get("ATTACK_TOKENS", 64))
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -481,6 +482,7 @@ def attack(
     clients: int = 16,
     with_neighbor: bool = True,
     beside: float = 0.0,
+    kinds: list[str] | None = None,
     model: Path | None = None,
     more: tuple[str, ...] = (),
 ) -> tuple[Attacked, dict[str, Any]]:
@@ -494,7 +496,7 @@ def attack(
         words = ("--streams", "8", "--queue", "32", "--context", "256", "--no-access-log", "--threads", "1", *more)
         with served(model, log, *words) as (process, server):
             attacking = (
-                _beside(server, beside, rng, clients)
+                _beside(server, beside, rng, clients, ways_of(kinds))
                 if beside
                 else _attack(server, process.pid, requests, rng, clients, with_neighbor)
             )
@@ -518,12 +520,14 @@ async def _attack(
 ) -> dict[str, Any]:
     first = await server.exchange(request("/v1/completions", json.dumps(ORDINARY).encode()), answers=1, half=False)
     server.expected = text_of(first[0][1])
-    await send(server, min(requests, 200), clients, rng)  # what is allocated once, and processes that start once
+    for kind in KINDS:  # what is allocated once, and processes that start once
+        await send(server, 20 if kind is not silent else 1, clients, rng, {kind: 1})
     before, started = held(process), time.monotonic()
     quiet, attacked = list[tuple[float, float]](), list[tuple[float, float]]()
     with neighbor(server) if with_neighbor else contextlib.nullcontext() as lines:
         while lines is not None and not lines.stat().st_size:
             await asyncio.sleep(0.1)
+        memory = [[server.sent.total(), before["bytes"]]]
         while server.sent.total() < requests:
             if lines is not None:
                 begin = time.monotonic()
@@ -532,6 +536,7 @@ async def _attack(
             begin = time.monotonic()
             await send(server, min(ROUND, requests - server.sent.total()), clients, rng)
             attacked.append((begin, time.monotonic()))
+            memory.append([server.sent.total(), held(process)["bytes"]])
         asked = [json.loads(line) for line in lines.read_text().splitlines()] if lines is not None else []
     if not await is_idle(server):
         server.failures.append("requests are left")
@@ -550,35 +555,48 @@ async def _attack(
         "worst_seconds": server.worst_seconds,
         "held_before": before,
         "held_after": after,
+        "memory": memory,
         "neighbor": {"quiet": _times(asked, quiet), "attacked": _times(asked, attacked)},
     }
 
 
-async def _beside(server: Attacked, seconds: float, rng: random.Random, clients: int) -> dict[str, Any]:
-    """How long the ordinary client waits beside each attack, and before and after it."""
+def ways_of(kinds: list[str] | None) -> dict[str, dict[Attack, int]]:
+    """Attacks of each kind, and of all together."""
+    ways = {kind.__name__: {kind: 1} for kind in KINDS} | {"all": KINDS}
+    return {name: ways[name] for name in kinds or ways}
+
+
+async def _beside(
+    server: Attacked, seconds: float, rng: random.Random, clients: int, ways: dict[str, dict[Attack, int]]
+) -> dict[str, Any]:
+    """How long the ordinary client waits beside each attack, and before and after it. ways: to attack."""
     first = await server.exchange(request("/v1/completions", json.dumps(ORDINARY).encode()), answers=1, half=False)
     server.expected = text_of(first[0][1])
-    spans = dict[str, list[tuple[float, float]]]()
+    spans, sent = dict[str, list[tuple[float, float]]](), dict[str, int]()
     with neighbor(server) as lines:
         while not lines.stat().st_size:
             await asyncio.sleep(0.1)
-        for kind in KINDS:
+        os.nice(19)  # clients are usually on other machines
+        for name, kinds in ways.items():
             begin = time.monotonic()
             await asyncio.sleep(seconds / 2)
             middle = time.monotonic()
-            await send(server, float("inf"), clients, rng, {kind: 1}, middle + seconds)
+            before = server.sent.total()
+            await send(server, float("inf"), clients, rng, kinds, middle + seconds)
+            sent[name] = server.sent.total() - before
             end = time.monotonic()
             if not await is_idle(server):
                 server.failures.append("requests are left")
             calm = time.monotonic()
             await asyncio.sleep(seconds / 2)
-            spans[kind.__name__] = [(begin, middle), (middle, end), (calm, time.monotonic())]
+            spans[name] = [(begin, middle), (middle, end), (calm, time.monotonic())]
         asked = [json.loads(line) for line in lines.read_text().splitlines()]
     found = {}
     for name, (before, attacked, after) in spans.items():
         quiet, beside = _times(asked, [before, after]), _times(asked, [attacked])
-        ratio = beside["median"] / quiet["median"] if "median" in beside and "median" in quiet else None
-        found[name] = {"requests": server.sent[name], "quiet": quiet, "attacked": beside, "ratio": ratio}
+        found[name] = {"requests": sent[name], "quiet": quiet, "attacked": beside}
+        if "median" in beside and "median" in quiet:
+            found[name]["ratio"] = {which: beside[which] / quiet[which] for which in ("median", "p99")}
     return {"clients": clients, "worst_seconds": server.worst_seconds, "neighbor": found}
 
 
@@ -592,7 +610,7 @@ def _times(asked: list[tuple[float, float, int]], spans: list[tuple[float, float
         "answers": len(times),
         "refused": len(inside) - len(times),
         "median": statistics.median(times),
-        "of 10 nine within": times[int(0.9 * (len(times) - 1))],
+        "p99": times[int(0.99 * (len(times) - 1))],
         "worst": times[-1],
     }
 
@@ -615,6 +633,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--beside", type=float, default=0.0)
+    parser.add_argument("--kinds", nargs="+", help="of --beside: all, or names of attacks")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--fronts", default="0")
     parser.add_argument("--neighbor", nargs=2, help=argparse.SUPPRESS)
@@ -626,6 +645,7 @@ def main() -> None:
         arguments.seed,
         arguments.clients,
         beside=arguments.beside,
+        kinds=arguments.kinds,
         model=arguments.model,
         more=("--fronts", arguments.fronts),
     )
