@@ -23,8 +23,12 @@ def register() -> None:
     import vllm
     from vllm.model_executor.layers.quantization import register_quantization_config
 
-    if is_old(vllm.__version__):
-        from billfish.nn.vllm.refusal import Refusal as Config
-    else:
+    try:
+        if is_old(vllm.__version__):
+            raise ImportError
         from billfish.nn.vllm.quantization_config import BillfishConfig as Config
+    except ImportError as error:  # also of a newer vLLM, whose layers are elsewhere
+        from billfish.nn.vllm.refusal import Refusal as Config
+
+        Config.reason = str(error)
     register_quantization_config(METHOD)(Config)

@@ -8,6 +8,7 @@ from billfish.core.errors import BackendUnavailable, bad_argument
 
 METHOD = "billfish"
 OLDEST = (0, 32)  # the first vLLM that this was run with
+TRIED = "0.32"  # the last one
 
 
 def is_old(version: str) -> bool:

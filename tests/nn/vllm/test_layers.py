@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import sys
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,17 @@ def test_an_old_vllm_refuses_billfish_and_nothing_else(monkeypatch):
     assert refusal.override_quantization_method({}, "gptq") is None
     assert refusal.override_quantization_method({}, "billfish") == "billfish"
     with pytest.raises(BackendUnavailable, match=r"0.20.1.*0.32 or newer"):
+        refusal.from_config({})
+
+
+def test_a_newer_vllm_without_a_class_that_billfish_imports_says_so(monkeypatch):
+    vllm_fake.install(monkeypatch, "0.99.0")
+    monkeypatch.delattr(sys.modules["vllm.model_executor.models.utils"], "WeightsMapper")
+    monkeypatch.delitem(sys.modules, "billfish.nn.vllm.quantization_config", raising=False)
+    plugin.register()
+    refusal = vllm_fake.REGISTERED["billfish"]
+    assert refusal.override_quantization_method({}, "gptq") is None
+    with pytest.raises(BackendUnavailable, match=r"0\.99\.0.*WeightsMapper.*vllm 0\.32"):
         refusal.from_config({})
 
 
