@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_fake_gpu import VOCABULARY, FakeGpu
+from cuda_late import check_late_rows
 from llm_architectures import write_model as write_architecture
 from llm_models import Small, write_model
 from serving_http import until
@@ -207,6 +208,11 @@ def test_late_rows_get_the_tokens_of_the_numpy_sampler(gpu, model, monkeypatch):
                 assert np.array_equal([each for _, each in made], exact.astype(np.float32))  # as the device stores it
     assert max(len(step) for step in gpu.fed) == 8
     assert len(gpu.fed) == 12  # the last one waits for nobody
+
+
+def test_late_rows_with_all_settings_are_those_of_the_numpy_sampler(gpu, model):
+    steps = model.decoder._steps
+    check_late_rows(model.decoder._layers, steps.grow(40), model.decoder._stream, 40)
 
 
 def test_late_requests_take_part_in_every_step(gpu, model):

@@ -24,6 +24,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ from billfish.core.files import write_atomically
 from billfish.core.typing import Activations
 from billfish.llm import Model, cuda_kv_cache
 from billfish.llm.sampler import Sampling
+from billfish.serving.engine import engine as engines
 from billfish.serving.engine.engine import Engine
 from billfish.serving.engine.requests import Chosen, QueueFull, Request
 
@@ -52,10 +54,12 @@ def memory_of_this_process() -> int:
 
 @dataclass(frozen=True)
 class Known:
-    """A request, its answer alone without the model's end, how that ends, and the vector of its prompt."""
+    """A request, its answer alone without the model's end, their log probabilities if it asks for these, how the answer
+    ends, and the vector of its prompt."""
 
     request: Request
     tokens: list[int]
+    logprobs: list[float]
     finished: str
     vector: NDArray[np.float32]
 
@@ -118,13 +122,14 @@ class Soak:
 
     def _answer(self, known: Known, kind: float, rng: random.Random) -> str:
         """How one request ended: cancelled after some tokens, left by its client, or whole."""
-        ended, tokens, finishes = threading.Event(), list[int](), list[str]()
+        ended, tokens, logprobs, finishes = threading.Event(), list[int](), list[float](), list[str]()
         leaves_at = rng.randrange(1, 20) if kind > 0.95 else 0
         cancel_at = rng.randrange(20) if 0.75 < kind <= 0.95 else -1
 
         def take(chosen: Chosen) -> None:
             if chosen.token is not None and chosen.token not in self.engine.model.tokenizer.ends:
                 tokens.append(chosen.token)
+                logprobs.extend(value for _, value in chosen.scored[:1])
             if chosen.finished:
                 finishes.append(chosen.finished + (f" {chosen.error}" if chosen.error else ""))
                 ended.set()
@@ -142,9 +147,10 @@ class Soak:
             return "lost"
         if len(finishes) != 1:
             return f"ended {len(finishes)} times"
-        whole = finishes[0] == known.finished and tokens == known.tokens
-        cut = finishes[0] == "cancelled" and (leaves_at or cancel_at >= 0) and tokens == known.tokens[: len(tokens)]
-        if not (whole or cut):
+        right = tokens == known.tokens[: len(tokens)] and logprobs == known.logprobs[: len(logprobs)]
+        whole = finishes[0] == known.finished and len(tokens) == len(known.tokens)
+        cut = finishes[0] == "cancelled" and (leaves_at or cancel_at >= 0)
+        if not (right and (whole or cut)):
             return "another answer"
         return "left" if cut and leaves_at else finishes[0]
 
@@ -156,19 +162,22 @@ def exact(model: Model) -> Activations | None:
 
 def known_answers(model: Model, count: int, longest: int, seed: int = 0) -> list[Known]:
     """Requests of random lengths up to `longest` tokens with their answers, alone."""
-    rng, most = random.Random(seed), model.config.vocabulary
-    common = [rng.randrange(4, most) for _ in range(longest // 2)]
+    rng, vocabulary = random.Random(seed), model.config.vocabulary
+    common = [rng.randrange(4, vocabulary) for _ in range(longest // 2)]
     pool = []
     for number in range(count):
         prompt = common[: rng.choice([0, 0, longest // 4, longest // 2])]
-        prompt += [rng.randrange(4, most) for _ in range(rng.randrange(1, longest // 4))]
+        prompt += [rng.randrange(4, vocabulary) for _ in range(rng.randrange(1, longest // 4))]
         how: dict[str, Any] = {"temperature": rng.choice([0.0, 0.8, 1.5]), "top_p": 0.95, "seed": number}
-        how["frequency_penalty"] = rng.choice([0.0, 0.0, 0.4])
-        answer = model.generate(prompt, max_tokens=rng.randint(1, longest // 4), activations=exact(model), **how)
+        how["frequency_penalty"], how["min_p"] = rng.choice([0.0, 0.0, 0.4]), rng.choice([0.0, 0.02])
+        how["logit_bias"] = {rng.randrange(4, vocabulary): 2.0} if rng.random() < 0.2 else {}
+        length, logprobs = rng.randint(1, longest // 4), rng.choice([None, None, None, 2])
+        answer = model.generate(prompt, max_tokens=length, activations=exact(model), logprobs=logprobs, **how)
         tokens = [token for token in answer.tokens if token not in model.tokenizer.ends]
-        request = Request(prompt, len(answer.tokens), Sampling(**how))
+        request = Request(prompt, len(answer.tokens), Sampling(**how), logprobs=logprobs)
+        values = [token.logprob for token in answer.logprobs or () if token.id not in model.tokenizer.ends]
         ended = "stop" if len(answer.tokens) > len(tokens) else "length"
-        pool.append(Known(request, tokens, ended, model.pool(model.hidden(prompt))))
+        pool.append(Known(request, tokens, values, ended, model.pool(model.hidden(prompt))))
     return pool
 
 
@@ -179,7 +188,11 @@ def soak(
     alone: the same model once more, to answer alone: an engine may use all pages that its model has taken before."""
     pool, started = known_answers(alone or model, 60, longest), time.perf_counter()
     about: dict[str, Any] = {"streams": streams, "context": longest, "queue": streams - 1, "activations": exact(model)}
-    with Engine(model, cache_tokens=(longest + 96) * streams // 6, **about) as engine:
+    # Requests start as soon as there is room for their prompts, so that they are preempted all the time.
+    with (
+        patch.object(engines, "SPARE", 0),
+        Engine(model, cache_tokens=(longest + 96) * streams // 6, **about) as engine,
+    ):
         if model.decoder.device != "cpu":
             engine._rows_again = 1  # a decode step's rows have other bits than a prompt's, and exact mode knows that
         found = Soak(engine, pool, requests, clients=2 * streams)
@@ -208,7 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--device", default="cpu", help="cpu, or cuda for a GPU (default: %(default)s)")
-    parser.add_argument("--streams", type=int, default=6, help="more are quicker, and preempted less (default: 6)")
+    parser.add_argument("--streams", type=int, default=6, help="more are quicker (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the record there")
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))

@@ -36,6 +36,7 @@ from billfish.serving.engine.scheduler import PromptsInReading, share_out
 LOG = logging.getLogger("billfish.serving")
 CALL = "serving.Engine"
 USUAL_CONTEXT = 4096
+SPARE = PAGE  # positions that are left for each request that runs, when another one starts
 FULL = "The KV cache has no room for this request. Shorten it, or start the server with a shorter context."
 
 
@@ -412,7 +413,7 @@ class Engine:
         with suppress(NoRoom):
             slot = slots.take(job.prompt, job.hashes, job.tenant) if isinstance(job, Answer) else slots.take()
             slot.cache.adapt(job.adapter)
-        if slot is None or not slots.make_room(slot, len(job.text) + 1, 0, running * PAGE):
+        if slot is None or not slots.make_room(slot, len(job.text) + 1, 0, running * SPARE):
             if slot is not None:
                 slots.give_back(slot, keep=False)
             if not running:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from cuda_late import check_late_rows
 
 import billfish as bf
 from billfish.backends.cuda.attention import DeviceAttention, HeadSizes, PagePlace, Rotation
@@ -18,7 +19,7 @@ from billfish.backends.cuda.block import DeviceBlock
 from billfish.backends.cuda.decoder import DeviceDecoder, captured
 from billfish.backends.cuda.dense import DeviceDense
 from billfish.backends.cuda.device_weights import DeviceWeights
-from billfish.backends.cuda.driver import Buffer, check, copy_in, copy_out, current, device, driver
+from billfish.backends.cuda.driver import Buffer, Stream, check, copy_in, copy_out, current, device, driver
 from billfish.backends.cuda.embedding import DeviceEmbedding, RopeTables
 from billfish.backends.cuda.launcher import DeviceMatrix, sent
 from billfish.backends.cuda.step_memory import CHOICE, Batch
@@ -333,6 +334,13 @@ def test_tokens_are_drawn_as_on_the_cpu(rows, vocabulary):
     chosen = choose(scores, samplings, random)
     assert all(int(token) in allowed for token, allowed in zip(chosen, near, strict=True))
     assert sum(len(allowed) > 1 for allowed in near) <= 0.05 * rows + 1
+
+
+@pytest.mark.parametrize(("vocabulary", "rows"), [(1000, 1), (1000, 40), (32003, 20), (151936, 8)])
+def test_late_rows_are_sampled_as_on_the_cpu(vocabulary, rows):
+    """With penalties, biases, masks and log probabilities."""
+    model, stream = Model(replace(SHAPE, vocabulary=vocabulary), "q4_0", False, False), Stream(0)
+    check_late_rows(model.decoder, model.decoder.step(rows, rows, PAGES, rows), stream, rows)
 
 
 def test_scores_that_are_no_numbers_choose_a_token():
