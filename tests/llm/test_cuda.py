@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuda_routing import clear_text
 from llm_architectures import MODELS
 from llm_architectures import write_model as write_architecture
 from llm_models import Small, write_model
@@ -62,14 +63,16 @@ def test_scores_are_the_cpus(pair, architecture, quantization):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_architecture_gives_the_cpus_logits(tmp_path, monkeypatch, name):
-    """Of random routers a few scores tie, so that a row may take another expert, and rows behind it see other values:
-    the median row counts, and mixtures have a wider bound."""
+    """Of a text that makes no row take another expert, mixtures have each row right, or nearly so."""
     write_architecture(tmp_path, name, max_position_embeddings=512)
     cpu, gpu = (load(tmp_path, device=device) for device in ("cpu", "cuda"))
     text = [4 + token % 60 for token in TOKENS]
+    if cpu.config.has_experts:
+        text = clear_text(gpu, text, range(4, 64))
     expected, found = cpu.logits(text, activations="exact"), gpu.logits(text)
     errors = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
-    assert np.median(errors) < (3e-2 if cpu.config.has_experts else 1e-2)
+    assert np.median(errors) < 1e-2
+    assert not cpu.config.has_experts or np.quantile(errors, 0.95) < 2e-2  # other experts move some rows by 0.2
     caches, samplers, starts = [gpu.cache() for _ in range(3)], [Sampling().sampler() for _ in range(3)], (5, 63, 120)
     fed, behind = [text[:start] for start in starts], []
     for i in range(8):

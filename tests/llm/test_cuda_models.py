@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import first
 from cuda_numpy import NumpyGpu
+from cuda_routing import clear_text, near_ties
 from llm_architectures import MODELS, TOKENS, write_model
 
 from billfish.llm import load
@@ -53,6 +54,16 @@ def test_logits_are_the_cpus(gpu, name, tmp_path):
             assert scores[token] >= scores.max() - 0.1 * scores.std()
         fed = [[text[30 + i]], [text[62 + i]]]
     check_steps_of_both(model, text, expected, caches)
+
+
+def test_all_rows_of_a_mixture_are_right_where_no_row_is_near_a_tie(gpu, tmp_path):
+    write_model(tmp_path, "gemma4-moe", max_position_embeddings=256)
+    cpu, model = (load(tmp_path, device=device) for device in ("cpu", "cuda"))
+    assert near_ties(model, TOKENS).any()
+    text = clear_text(model, TOKENS[:32], range(4, 64))
+    expected, found = cpu.logits(text, activations="exact"), model.logits(text)
+    errors = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert errors.max() < LIMIT
 
 
 def check_steps_of_both(model, text, expected, caches):
