@@ -164,6 +164,7 @@ MEANING = {
     "stop": "texts that end the answer and are not part of it",
     "stream": "server-sent events, the last is `[DONE]`",
     "stream_options": "`include_usage`: an event with the usage at the end",
+    "draft": "false: nothing is drafted for this request, if the server has `--draft`",
     "messages": "roles system, developer, user, assistant, tool; content is a text or parts of type text; "
     "`reasoning_content` or `reasoning` of an assistant",
     "prompt": "a text, token ids, or a list of either",

@@ -139,11 +139,12 @@ def replay(prompt: Sequence[int], tokens: Sequence[int], seconds: Mapping[int, f
     whole = [*prompt, *tokens]
     while len(known) < end:
         kind = drafter.kind(known)
-        most = 0 if kind is None else min(controller.length(kind), end - len(known) - 1)
+        most = min(controller.length(kind), end - len(known) - 1)
         draft = drafter.draft(known, most) if most > 0 else []
         behind = whole[len(known) :]
         right = next((i for i, guess in enumerate(draft) if guess != behind[i]), len(draft))
-        controller.note(len(draft), right, seconds[1 + len(draft)], kind or 0)
+        controller.seconds.note(1 + len(draft), seconds[1 + len(draft)])
+        controller.note(len(draft), right, kind)
         passed += seconds[1 + len(draft)]
         known += behind[: right + 1]
     return (len(tokens) - 1) * seconds[0] / passed

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.backend import check_threads
 from billfish.checkpoints.tokenizer.tokenizer import WITHOUT_TOKENIZER
-from billfish.core.errors import DataError, ModelError, failure
+from billfish.core.errors import DataError, ModelError, bad_argument, failure
 from billfish.core.machine import allowed_cores
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.model import CheckDecoder, Model, load_checked
@@ -106,6 +107,30 @@ def load_model(call: str, arguments: argparse.Namespace, path: str | None) -> Mo
             decoder.set_cache_type(arguments.cache_type)
 
     return load_quickly(path, arguments.device, arguments.quantize, check)
+
+
+def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--draft",
+        metavar="DRAFTER",
+        help="draft several tokens a step, for the same answer: ngram (look-up in the prompt and answer), "
+        "the GGUF file or folder of a small model with the same vocabulary, or off (default: off)",
+    )
+    parser.add_argument(
+        "--draft-length", type=int, metavar="N", help="draft at most N tokens a step, from 1 to 7 (default: 7)"
+    )
+
+
+def load_draft(call: str, arguments: argparse.Namespace, model: Model) -> str | Model | None:
+    """What --draft names: a model of a file is on the same device. Raises where the model cannot be drafted for."""
+    draft = arguments.draft
+    if draft not in (None, "ngram", "off"):
+        if not os.path.lexists(draft):
+            raise DataError(bad_argument(call, "--draft", repr(draft), "ngram, off, or a GGUF file or model folder"))
+        draft = load_quickly(draft, model.decoder.device, None)
+    activations = model.decoder.check_activations(call, arguments.activations, model.decoder.usual)
+    model.drafters(call, draft, arguments.draft_length, activations)
+    return draft
 
 
 def add_lora_argument(parser: argparse.ArgumentParser, name: str) -> None:

@@ -14,19 +14,18 @@ import time
 from typing import TextIO
 
 from billfish.cli.model_arguments import (
+    add_draft_arguments,
     add_lora_argument,
     add_model_arguments,
     load_adapters,
+    load_draft,
     load_model,
-    load_quickly,
     set_threads,
 )
-from billfish.core.errors import DataError, ModelError, bad_argument, readable
+from billfish.core.errors import DataError, ModelError, readable
 from billfish.core.files import read_text
 from billfish.core.terminal import Style
 from billfish.llm.chat_template import Message, start_process
-from billfish.llm.drafting.draft_model import check_vocabulary
-from billfish.llm.drafting.drafter import check_draft_length
 from billfish.llm.generation import Generation
 from billfish.llm.kv_cache import Cache
 from billfish.llm.model import Model
@@ -71,15 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="stop before TEXT would appear in the answer; may be repeated (default: none)",
     )
-    parser.add_argument(
-        "--draft",
-        metavar="DRAFTER",
-        help="draft several tokens a step, for the same answer: ngram (look-up in the prompt and answer), "
-        "the GGUF file or folder of a small model with the same vocabulary, or off (default: off)",
-    )
-    parser.add_argument(
-        "--draft-length", type=int, metavar="N", help="draft at most N tokens a step, from 1 to 7 (default: 7)"
-    )
+    add_draft_arguments(parser)
     add_lora_argument(parser, "name of it; the last one answers")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else (default: off)")
     sampling = parser.add_argument_group("sampling")
@@ -148,9 +139,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.context is not None and not 1 <= arguments.context <= model.config.context:
         most = f"the context length of {readable(model.config.name)} is {model.config.context} tokens"
         raise DataError(f"run: --context {arguments.context} does not fit: {most}.")
-    check_draft_length("run", arguments.draft_length)
-    if arguments.draft not in (None, "ngram", "off"):
-        arguments.draft = _load_draft(arguments.draft, model)
+    arguments.draft = load_draft("run", arguments, model)
     if chat:
         Chat(model, arguments).talk()
         return
@@ -173,15 +162,6 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         print()
         print_rates(answer, model, arguments.context, first_token)
-
-
-def _load_draft(path: str, model: Model) -> Model:
-    """The model of --draft, on the same device."""
-    if not os.path.lexists(path):
-        raise DataError(bad_argument("run", "--draft", repr(path), "ngram, off, or a GGUF file or model folder"))
-    draft = load_quickly(path, model.decoder.device, None)
-    check_vocabulary("run", model.tokenizer, draft.tokenizer)
-    return draft
 
 
 def model_and_prompt(arguments: argparse.Namespace) -> tuple[str | None, str | None]:
@@ -276,6 +256,7 @@ def _record(text: str, answer: Generation, first_token: float, model: Model) -> 
         "time_to_first_token_s": round(first_token, 4),
         "drafted_tokens": answer.drafts.drafted,
         "accepted_tokens": answer.drafts.accepted,
+        "tokens_per_step": round((len(answer.tokens) - 1) / answer.drafts.steps, 3) if answer.drafts.steps else None,
         "model": model.config.name,
         "kernels": model.decoder.kernels,
     }

@@ -9,9 +9,11 @@ import signal
 import sys
 
 from billfish.cli.model_arguments import (
+    add_draft_arguments,
     add_lora_argument,
     add_model_arguments,
     load_adapters,
+    load_draft,
     load_model,
     model_of,
     set_threads,
@@ -66,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="name of the model in the API (default: name of the folder, or of the file without its extension)",
     )
+    add_draft_arguments(parser)
     add_lora_argument(parser, "name that requests choose it by")
     parser.add_argument(
         "--api-key",
@@ -137,6 +140,7 @@ def run(arguments: argparse.Namespace) -> None:
         start_process()
         model = load_model("serve", arguments, path)
         load_adapters(model, arguments.lora)
+        draft = load_draft("serve", arguments, model)
         engine = Engine(
             model,
             streams=arguments.streams,
@@ -144,6 +148,8 @@ def run(arguments: argparse.Namespace) -> None:
             queue=arguments.queue,
             cache_tokens=arguments.cache_tokens,
             activations=arguments.activations,
+            draft=draft,
+            draft_length=arguments.draft_length,
         )
         host = Host(engine)
         name = arguments.alias or (model.path.stem if model.path.is_file() else model.path.name)

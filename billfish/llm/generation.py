@@ -89,8 +89,8 @@ class Generation(Iterator[str]):
         self._detokenizer = Detokenizer(tokenizer, stop)
         self._is_cut_by_context = room < max_tokens
         self._drafter, self.drafts = drafter, DraftCounts()
-        most, kinds = (0, ()) if drafter is None else (drafter.most, drafter.acceptance)
-        self._controller = Controller(min(most, decoder.rows_alike(activations) - 1), kinds or (0.0,))
+        most, kinds = (0, (0.0,)) if drafter is None else (drafter.most, drafter.acceptance)
+        self._controller = Controller(min(most, decoder.rows_alike(activations) - 1), kinds)
         self._pieces: list[str] = []
         self._read = 0  # pieces that were iterated over
         self._turn = threading.RLock()  # of threads, which may wait for the same answer
@@ -163,7 +163,7 @@ class Generation(Iterator[str]):
         if is_first:
             self._cache.reserve(min(self.prompt_tokens + self._most, self._decoder.config.context))
         kind, drafted = (None, []) if is_first else self._draft()
-        if kind is None:
+        if not drafted:
             token, there = self._decoder.go_on(self._cache, self._sequence, self._sampler, self._activations)
             chosen = [self._sampler.choice(token)]
         else:
@@ -173,7 +173,8 @@ class Generation(Iterator[str]):
             self.prompt_seconds, self.reused_tokens = seconds, there
         else:
             self.generation_seconds += seconds
-            self._controller.note(len(drafted), len(chosen) - 1, seconds, kind or 0)
+            self._controller.seconds.note(1 + len(drafted), seconds)
+            self._controller.note(len(drafted), len(chosen) - 1, kind)
         taken = 0
         for choice in chosen:
             self._take(choice)
@@ -185,14 +186,12 @@ class Generation(Iterator[str]):
 
     def _draft(self) -> tuple[int | None, list[int]]:
         """Tokens that may come next, and of which kind they are: as many as are worth a try, and as there is room for
-        behind the next one. No kind: nothing is drafted."""
-        most = self._most - len(self.tokens) - 1
-        kind = None if self._drafter is None else self._drafter.kind(self._sequence)
-        if kind is None or self._drafter is None:
+        behind the next one. No kind: there is nothing to go by."""
+        if self._drafter is None:
             return None, []
-        most = min(most, self._controller.length(kind))
-        drafted = self._drafter.draft(self._sequence, most) if most > 0 else []
-        return (kind, drafted) if drafted else (None, [])
+        kind = self._drafter.kind(self._sequence)
+        most = min(self._most - len(self.tokens) - 1, self._controller.length(kind))
+        return kind, self._drafter.draft(self._sequence, most) if most > 0 else []
 
     def _verify(self, drafted: list[int]) -> list[Choice]:
         """Compute drafted tokens in one pass: those that the sampler chooses, and one more."""

@@ -343,7 +343,7 @@ class Model(TextModel):
             stop=_strings("stop", stop),
             logprobs=(0 if logprobs else None) if isinstance(logprobs, bool) else logprobs,
             grammar=grammar,
-            drafter=self._drafter(*draft, checked),
+            drafter=self.drafters(CALL, *draft, checked)(),
         )
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
@@ -374,26 +374,29 @@ class Model(TextModel):
         cache.adapt(number)
         return cache
 
-    def _drafter(
-        self, draft: str | Model | None, length: int | None, activations: Activations | None
-    ) -> Drafter | None:
-        """What drafts the tokens of one answer. Raises where drafted rows would change it."""
-        most = check_draft_length(CALL, length)
+    def drafters(
+        self, call: str, draft: str | Model | None, length: int | None, activations: Activations | None
+    ) -> Callable[[], Drafter | None]:
+        """Makes what drafts the tokens of one answer, or None. Raises where drafted rows would change it."""
+        most = check_draft_length(call, length)
         if draft is None or draft == "off":
-            return None
+            return lambda: None
         if draft != "ngram" and not isinstance(draft, Model):
             expected = "'ngram', a billfish.llm.Model with the same vocabulary, or None"
-            raise DataError(bad_argument(CALL, "draft", repr(draft), expected))
+            raise DataError(bad_argument(call, "draft", repr(draft), expected))
         if self.decoder.rows_alike(activations) < 2:
             how = "" if activations is None else f" with activations {activations!r}"
             problem = f"drafting is not supported for {self.config.architecture} on {self.decoder.device}{how}"
-            raise DataError(failure(CALL, problem, "Leave draft out."))
-        drafter: Drafter = NgramDrafter()
+            raise DataError(failure(call, problem, "Leave draft out."))
         if isinstance(draft, Model):
-            check_vocabulary(CALL, self.tokenizer, draft.tokenizer)
-            drafter = ModelDrafter(draft.decoder)
-        drafter.most = most
-        return drafter
+            check_vocabulary(call, self.tokenizer, draft.tokenizer)
+
+        def make() -> Drafter:
+            drafter = ModelDrafter(draft.decoder) if isinstance(draft, Model) else NgramDrafter()
+            drafter.most = most
+            return drafter
+
+        return make
 
     @cached_property
     def _control_names(self) -> ControlNames:

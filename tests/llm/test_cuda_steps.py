@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -526,7 +527,7 @@ class Counter(Drafter):
 
 @pytest.mark.parametrize("wrong", [1, 3, 10, 1000])
 def test_drafted_tokens_are_rows_of_one_step(gpu, model, monkeypatch, wrong):
-    monkeypatch.setattr(Controller, "length", lambda self, kind=0: self.most)
+    monkeypatch.setattr(Controller, "length", lambda self, kind=0, others=0: self.most)
     cache, prompt = model.cache(), counting(10, 50)
     answer = Generation(
         model.decoder, model.tokenizer, prompt, 60, Sampling(), None, cache, drafter=Counter(wrong)
@@ -552,6 +553,36 @@ def test_drafts_go_in_one_step_with_other_sequences_and_prompts(gpu, model):
     assert [cache.tokens for cache in caches] == [[50, 51, 52], texts[1], [150, 9], [20, 21], texts[4]]
     for cache in caches:
         check_fed(gpu, cache.tokens, cache.lists[0].pages)
+
+
+class Everything(Drafter):
+    """As `Counter`, from everything that is known."""
+
+    acceptance = (0.8,)
+
+    def draft(self, sequence, most):
+        return Counter(9).draft(sequence, most)
+
+
+@pytest.mark.parametrize("sometimes", [False, True])
+def test_an_engine_drafts_some_sequences_and_not_others(gpu, model, monkeypatch, sometimes):
+    """Steps overlap, but where what was chosen must be known before it is drafted behind."""
+    dice = random.Random(1)
+    pays = lambda self, kind=0, others=0: 0 if sometimes and dice.random() < 0.6 else self.most  # noqa: E731
+    monkeypatch.setattr(Controller, "length", pays)
+    monkeypatch.setattr("billfish.llm.model.NgramDrafter", Everything)
+    with Engine(model, streams=3, context=200, draft="ngram") as engine:
+        prompts = [counting(first, length) for first, length in ((50, 1), (100, 80), (100, 90), (10, 120), (60, 33))]
+        settings = [{}, {"draft": False}, {"logprobs": 2}, {}, {"sampling": Sampling(frequency_penalty=0.1)}]
+        requests = [Request(prompt, 40, **how) for prompt, how in zip(prompts, settings, strict=True)]
+        answers = [submit(engine, request) for request in requests]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            expected = counting(prompt[-1] + 1, 40)
+            assert answer.wait().ids == (expected[: expected.index(1)] if 1 in expected else expected)
+        counts = engine.counts()
+    assert counts.drafted_tokens > counts.accepted_tokens > 40
+    assert answers[1].ticket.drafts.drafted == 0
+    assert all(answer.ticket.drafts.accepted > 0 for answer in (answers[0], answers[2], answers[3], answers[4]))
 
 
 def test_each_drafted_token_has_its_own_random_number(gpu, model):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from billfish.core.errors import DataError, bad_argument
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MOST_DRAFTED = 7  # tokens of a step, beside the last token of the answer
 
 
 class Drafter(ABC):
-    """Proposes the tokens that come next in one sequence.
+    """Proposes the tokens that come next in one sequence, which only grows.
 
     acceptance: of each kind of draft, how often its tokens are taken to be right until that was measured.
     most: tokens of a draft.
@@ -28,6 +32,11 @@ class Drafter(ABC):
     @abstractmethod
     def draft(self, sequence: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens that may follow `sequence`: fewer, or none, where there is nothing to go by."""
+
+    @classmethod
+    def draft_together(cls, asked: Sequence[tuple[Self, Sequence[int], int]]) -> list[list[int]]:
+        """What `draft` gives of several drafters of this class, each with its sequence and its `most`."""
+        return [drafter.draft(sequence, most) for drafter, sequence, most in asked]
 
 
 def check_draft_length(call: str, length: int | None) -> int:
@@ -86,35 +95,38 @@ class Controller:
 
     It knows how often drafted tokens of each kind were right of late, and how long a step takes by its number of rows.
     Where drafting does not pay it stops, and tries one token again now and then.
+
+    seconds: what steps take; several sequences of one batch share it.
     """
 
     FORGETTING = 0.1  # of an average, at each new number
     RETRY = 24  # steps that might have had a draft before the next try
 
-    def __init__(self, most: int, acceptance: Sequence[float] = Drafter.acceptance) -> None:
+    def __init__(
+        self, most: int, acceptance: Sequence[float] = Drafter.acceptance, seconds: StepSeconds | None = None
+    ) -> None:
         """acceptance: of each kind of draft, until it was measured."""
         self.most = most
+        self.seconds = StepSeconds() if seconds is None else seconds
         self._acceptance = list(acceptance)
-        self._seconds = StepSeconds()
         self._idle = 0
 
-    def length(self, kind: int = 0) -> int:
-        """How many tokens of such a draft to try in the next step."""
-        best = max(range(self.most + 1), key=lambda drafted: self._rate(drafted, self._acceptance[kind]))
-        if best == 0 and self.most:
-            self._idle += 1
-            if self._idle >= self.RETRY:
-                self._idle = 0
-                return 1
-        return best
+    def length(self, kind: int | None = 0, others: int = 0) -> int:
+        """How many tokens of such a draft to try in the next step, which has a row for each of `others` as well."""
+        if kind is None:
+            return 0
+        best = max(range(self.most + 1), key=lambda drafted: self._rate(drafted, self._acceptance[kind], others))
+        return best or min(self.most, int(self._idle >= self.RETRY))
 
-    def note(self, drafted: int, accepted: int, seconds: float, kind: int = 0) -> None:
-        """A step with so many drafted tokens, of which the first `accepted` were right."""
-        self._seconds.note(drafted + 1, seconds)
+    def note(self, drafted: int, accepted: int, kind: int | None = 0) -> None:
+        """In a step, the first `accepted` of so many drafted tokens were right."""
+        if kind is None:
+            return
+        self._idle = 0 if drafted else self._idle + 1
         for right in [True] * accepted + [False] * (accepted < drafted):
             self._acceptance[kind] += self.FORGETTING * (right - self._acceptance[kind])
 
-    def _rate(self, drafted: int, acceptance: float) -> float:
-        """Tokens a second that so many drafted tokens are expected to give."""
-        tokens = sum(acceptance**i for i in range(drafted + 1))
-        return tokens / self._seconds.of(drafted + 1)
+    def _rate(self, drafted: int, acceptance: float, others: int) -> float:
+        """Tokens a second that a step with so many drafted tokens is expected to give."""
+        tokens = others + sum(acceptance**i for i in range(drafted + 1))
+        return tokens / self.seconds.of(others + 1 + drafted)

@@ -20,7 +20,7 @@ class NgramDrafter(Drafter):
     acceptance = (0.3, 0.5, 0.65, 0.8, 0.9)
 
     def __init__(self) -> None:
-        self._known: list[int] = []
+        self._known = 0  # tokens of the sequence that were learned
         self._places: dict[tuple[int, ...], int] = {}  # behind the last occurrence of some tokens
 
     def kind(self, sequence: Sequence[int]) -> int | None:
@@ -52,9 +52,7 @@ class NgramDrafter(Drafter):
 
     def _learn(self, sequence: Sequence[int]) -> None:
         """All places but the last one, which nothing follows yet."""
-        if list(sequence[: len(self._known)]) != self._known:
-            self._known, self._places = [], {}
-        for end in range(max(len(self._known), SHORTEST), len(sequence)):
+        for end in range(max(self._known + 1, SHORTEST), len(sequence)):
             for length in range(SHORTEST, min(LONGEST, end) + 1):
                 self._places[tuple(sequence[end - length : end])] = end
-        self._known = list(sequence[:-1])
+        self._known = max(self._known, len(sequence) - 1)

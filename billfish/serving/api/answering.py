@@ -127,12 +127,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens: of prompts, those of them that were cached, of answers, and those of answers that are thoughts."""
+    """Tokens: of prompts, those of them that were cached, of answers, and those of answers that are thoughts. accepted,
+    rejected: of answers, those that were drafted and right, and those that were drafted and wrong or not wanted."""
 
     prompt: int
     cached: int
     completion: int
     thought: int
+    accepted: int = 0
+    rejected: int = 0
 
 
 class Format(ABC):
@@ -200,7 +203,10 @@ class Asked:
         cached = sum(sum(answers.cached_tokens[::each]) for answers in self.answers)
         thoughts = [choice.message.thought for choice in self.choices if choice.message.thought]
         thought = sum(len(service.model.tokenizer.encode(each, special=False, start=False)) for each in thoughts)
-        return Usage(prompt, cached, completion, min(thought, completion))
+        drafts = [each for answers in self.answers for each in answers.drafts]
+        accepted = min(sum(each.accepted for each in drafts), completion)  # some may come behind a stop text
+        rejected = sum(each.drafted for each in drafts) - accepted
+        return Usage(prompt, cached, completion, min(thought, completion), accepted, rejected)
 
 
 # ---- answers ----------------------------------------------------------------------------------------------------

@@ -347,5 +347,9 @@ def usage_of(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
-        "completion_tokens_details": {"reasoning_tokens": usage.thought},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.thought,
+            "accepted_prediction_tokens": usage.accepted,
+            "rejected_prediction_tokens": usage.rejected,
+        },
     }

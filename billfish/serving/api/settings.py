@@ -36,7 +36,8 @@ class Settings:
     """Of one request. None is the model's own default.
 
     max_tokens: of the answer; None or -1 is as many as fit. top_k: 0 or -1 is all. top_p: 0 is the best token alone.
-    n: number of answers. logprobs: alternatives of each token; None for no probabilities.
+    n: number of answers. logprobs: alternatives of each token; None for no probabilities. draft: whether tokens may be
+    drafted.
     """
 
     max_tokens: int | None = None
@@ -52,6 +53,7 @@ class Settings:
     stop: tuple[str, ...] = ()
     n: int = 1
     logprobs: int | None = None
+    draft: bool = True
 
     def check(self, limits: Limits) -> None:
         """Raises for what depends on the model."""
@@ -106,6 +108,7 @@ class Settings:
                 self.stop,
                 self.logprobs,
                 shown=shown,
+                draft=self.draft,
             )
             for index in range(self.n)
         ]
@@ -174,6 +177,7 @@ class Options(Body):
     stop: Stops = []
     stream: bool = False
     stream_options: StreamOptions | None = None
+    draft: bool = True
 
     @property
     def include_usage(self) -> bool:
@@ -196,4 +200,5 @@ class Options(Body):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             n=self.n,
             logprobs=logprobs,
+            draft=self.draft,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import time
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from dataclasses import replace
 from itertools import count
 from threading import Condition, current_thread
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +24,11 @@ from numpy.typing import NDArray
 from billfish.core.errors import DataError, DeviceLost, ModelError, bad_argument, explained, failure
 from billfish.core.typing import Activations
 from billfish.llm.decoder_base import Decoder, PendingStep
+from billfish.llm.drafting.drafter import MOST_DRAFTED, Controller, StepSeconds
 from billfish.llm.grammar import CompiledGrammar, Grammar, Vocabulary
 from billfish.llm.kv_cache import NO_ADAPTER, NoRoom
 from billfish.llm.model import Model
-from billfish.llm.sampler import Sampling, Scored
+from billfish.llm.sampler import Choice, Sampling, Scored
 from billfish.serving.engine.grammar_compiler import GrammarCompiler, start_thread
 from billfish.serving.engine.jobs import Answer, Embedding, Job, OnToken, Scoring
 from billfish.serving.engine.kv_slots import PAGE, SMALLEST, Slots, cuts_for
@@ -37,7 +39,19 @@ LOG = logging.getLogger("billfish.serving")
 CALL = "serving.Engine"
 USUAL_CONTEXT = 4096
 SPARE = PAGE  # positions that are left for each request that runs, when another one starts
+WARM = 64  # rows with drafts that steps are made ready for
 FULL = "The KV cache has no room for this request. Shorten it, or start the server with a shorter context."
+
+
+class Submitted(NamedTuple):
+    """A step, and whose tokens it chooses. drafts: what was drafted for some of these. decoding_rows: of a step that
+    reads no prompt, else 0. started: when it was planned."""
+
+    step: PendingStep
+    answers: list[Answer]
+    drafts: dict[Answer, list[int]]
+    decoding_rows: int
+    started: float
 
 
 class Engine:
@@ -49,6 +63,8 @@ class Engine:
     that came last is preempted: it waits, is read again when another one has ended, and goes on.
     activations: as in :meth:`billfish.llm.Model.generate`. With "exact", a request gets the tokens that `generate`
     gives it alone, whatever runs beside it.
+    draft, draft_length: as in :meth:`billfish.llm.Model.generate`, for all requests that do not switch it off. Each
+    answer is drafted by itself, as far as that pays.
     """
 
     def __init__(
@@ -60,6 +76,8 @@ class Engine:
         queue: int = 64,
         cache_tokens: int | None = None,
         activations: Activations | None = None,
+        draft: str | Model | None = None,
+        draft_length: int | None = None,
     ) -> None:
         decoder = model.decoder
         self.model, self._decoder = model, decoder
@@ -75,11 +93,16 @@ class Engine:
             if value < least or (most is not None and value > most):
                 expected = f"{least} or more" if most is None else f"{least} to {most}"
                 raise DataError(bad_argument(CALL, name, value, expected))
+        self._make_drafter = model.drafters(CALL, draft, draft_length, self._activations)
+        self._step_seconds = StepSeconds()
         self._cuts = cuts_for(decoder, self._activations)
         try:
             exact = self._activations == "exact"
             self._slots = Slots(decoder, streams, self.context, self._cuts, exact=exact, tokens=cache_tokens)
-            decoder.warm(streams, self._activations)
+            drafts = draft not in (None, "off")
+            decoder.warm(
+                max(streams, min(WARM, streams * (1 + MOST_DRAFTED))) if drafts else streams, self._activations
+            )
         except (MemoryError, ModelError) as error:  # a GPU's cache raises the latter
             said = str(error).removeprefix("llm.generate: ").rstrip(".")
             why = f" ({said})" if said else ""
@@ -94,7 +117,8 @@ class Engine:
         self._running: list[Job] = []
         self._numbers = count()
         self._in_reading = PromptsInReading(self._cuts)  # the engine's thread's alone
-        self._pending: tuple[PendingStep, list[Answer]] | None = None  # a step, and whose tokens it chooses
+        self._pending: Submitted | None = None
+        self._last_taken = 0.0  # when tokens of a step were taken last
         self._closing = self._recovering = False
         self.failure = ""  # a sentence, when the engine has ended by an error
         self._counts = EngineCounts(cache_bytes_bound=self._slots.bytes_bound)
@@ -117,8 +141,12 @@ class Engine:
         matcher = None if request.grammar is None else request.grammar.matcher()
         ticket = Ticket(len(request.prompt), self._wake)
         ends, cuts = self.model.tokenizer.ends, self._cuts
-        bounds = {"context": self.context, "rows_again": self._rows_again, "adapter": adapter}
-        self._put(Answer(request, on_token, ticket, ends, matcher, cuts, self._counts.times, **bounds))
+        more: dict[str, Any] = {"context": self.context, "rows_again": self._rows_again, "adapter": adapter}
+        drafter = self._make_drafter() if request.draft else None
+        if drafter is not None:
+            most = min(drafter.most, self._decoder.rows_alike(self._activations) - 1)
+            more |= {"drafter": drafter, "controller": Controller(most, drafter.acceptance, self._step_seconds)}
+        self._put(Answer(request, on_token, ticket, ends, matcher, cuts, self._counts.times, **more))
         return ticket
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
@@ -256,16 +284,19 @@ class Engine:
                 job.tell_end()
 
     def _step(self) -> None:
+        started = time.perf_counter()
         self._end_cancelled()
         self._start_waiting()
-        jobs, parts = self._plan()
+        self._await_drafted()
+        jobs, parts, drafts = self._plan(self._draft())
         reading = [job for job in parts if not job.decodes]
         self._counts.prefill_tokens += sum(parts[job] for job in reading)
-        submitted = self._submit_step({job: part for job, part in parts.items() if isinstance(job, Answer)})
+        answers = {job: part for job, part in parts.items() if isinstance(job, Answer)}
+        submitted = self._submit_step(answers, drafts, started)
         before, self._pending = self._pending, submitted
         self._take_tokens(before)  # while the device is busy with what was submitted
         if submitted is not None:
-            submitted[0].sample_late()
+            submitted.step.sample_late()
         if not self._decoder.overlaps:
             self._pending = None
             self._take_tokens(submitted)
@@ -281,21 +312,54 @@ class Engine:
             if isinstance(job, Embedding) and job.between_texts and not job.finished:
                 self._wait_again(job)
 
-    def _plan(self) -> tuple[list[Job], dict[Job, int]]:
-        """All that runs, and how many tokens each job is fed in this step. There is memory for them: where it ends, who
-        came last is preempted."""
+    def _await_drafted(self) -> None:
+        """Take the tokens of the pending step, if one of its answers had a draft, or would have one now: what follows
+        must be known."""
+        if self._pending is None:
+            return
+        others = sum(job.decodes for job in self._running) - 1
+        if self._pending.drafts or any(job.draft_length(others) for job in self._pending.answers if not job.finished):
+            self._take_pending()
+
+    def _take_pending(self) -> None:
+        before, self._pending = self._pending, None
+        self._take_tokens(before)
+        self._remove([job for job in self._running if job.finished])
+
+    def _draft(self) -> dict[Answer, list[int]]:
+        """What may come next in answers whose last token is known, as far as it pays to try."""
+        rows, asked = sum(job.decodes for job in self._running), list[tuple[Answer, int]]()
+        for job in self._running:
+            if isinstance(job, Answer) and job.pending is None:
+                length = job.draft_length(rows - 1)
+                if length > 0:
+                    asked.append((job, length))
+                    rows += length
+        if not asked:
+            return {}
+        given: list[Any] = [(job.drafter, job.text, length) for job, length in asked]
+        drafted = list[list[int]]()
+        with suppress(NoRoom):  # of a draft model's caches
+            drafted = type(given[0][0]).draft_together(given)
+        return {job: draft for (job, _), draft in zip(asked, drafted, strict=False) if draft}
+
+    def _plan(self, drafts: dict[Answer, list[int]]) -> tuple[list[Job], dict[Job, int], dict[Answer, list[int]]]:
+        """All that runs, how many tokens each job is fed in this step, and what was drafted behind them. There is
+        memory for them: where it ends, nothing is drafted, and then who came last is preempted."""
         decoder = self._decoder
+        drafted: dict[Job, list[int]] = {**drafts}
         while True:
             jobs = list(self._running)
-            decoding = sum(job.decodes for job in jobs)
+            decoding = sum(job.decodes for job in jobs) + sum(map(len, drafted.values()))
             budget = min(decoder.prefill_budget(decoding), decoder.chunk - SMALLEST - decoding)
             parts = share_out(jobs, budget, self._cuts.smallest)
-            if all(self._slots.make_room(job.slot, job.position + part + 1, part) for job, part in parts.items()):
-                return jobs, parts
-            if self._pending is not None:  # tokens that may end a request, and that one which is preempted must know
-                before, self._pending = self._pending, None
-                self._take_tokens(before)
-                self._remove([job for job in jobs if job.finished])
+            rows = {job: part + len(drafted.get(job, ())) for job, part in parts.items()}
+            if all(self._slots.make_room(job.slot, job.position + count + 1, count) for job, count in rows.items()):
+                return jobs, parts, drafts if drafted else {}
+            if drafted:
+                drafted = {}
+            elif self._pending is not None:  # tokens that may end a request, and that a preempted one must know
+                self._take_pending()
             elif len(jobs) > 1:
                 self._preempt(jobs[-1])
             else:
@@ -314,37 +378,57 @@ class Engine:
             self._in_reading.remove(job)
         job.restart()
 
-    def _submit_step(self, parts: dict[Answer, int]) -> tuple[PendingStep, list[Answer]] | None:
-        """Feed so many tokens of each text, and have the next one chosen where nothing is left: for these answers."""
+    def _submit_step(
+        self, parts: dict[Answer, int], drafts: dict[Answer, list[int]], started: float
+    ) -> Submitted | None:
+        """Feed so many tokens of each text, and have the next one chosen where nothing is left, or the next ones behind
+        what was drafted. started: when the step was."""
         going_on = [job for job, part in parts.items() if part >= job.left]
         feeding = [*going_on, *(job for job, part in parts.items() if part < job.left)]
         passages = [(job.slot.cache, job.tokens(parts[job])) for job in feeding]
         if not passages:
             return None
         with _failing(feeding, self._decoder):
-            pending = self._decoder.submit(passages, [job.sampler for job in going_on], self._activations)
+            drafted = [drafts.get(job, []) for job in going_on] if drafts else []
+            samplers = [job.sampler for job in going_on]
+            pending = self._decoder.submit(passages, samplers, self._activations, drafted)
             for job in feeding:
                 job.was_fed()
             for job in going_on:
                 job.pending = pending
-            return pending, going_on
+            rows = sum(len(tokens) for _, tokens in passages) + sum(map(len, drafted))
+            only_decodes = all(part == 1 for part in parts.values())
+            return Submitted(pending, going_on, drafts, rows if only_decodes else 0, started)
         return None
 
-    def _take_tokens(self, step: tuple[PendingStep, list[Answer]] | None) -> None:
+    def _take_tokens(self, submitted: Submitted | None) -> None:
         """Give the tokens of a step to its answers. Of an answer that has ended meanwhile, nobody takes them."""
-        if step is None:
+        if submitted is None:
             return
-        pending, answers = step
-        chosen = list[int]()
+        pending, answers, chosen = submitted.step, submitted.answers, list[list[Choice]]()
         with _failing(answers, self._decoder):
-            chosen = pending.tokens()
-        for job, token in zip(answers, chosen, strict=False):  # none, if the step failed
+            chosen = pending.choices()
+        now = time.perf_counter()
+        if submitted.decoding_rows:
+            self._step_seconds.note(submitted.decoding_rows, now - max(submitted.started, self._last_taken))
+        self._last_taken = now
+        for job, choices in zip(answers, chosen, strict=False):  # none, if the step failed
             if job.pending is pending:
                 job.pending = None
             if not job.finished:
-                self._counts.generated_tokens += 1
                 with _failing([job]):
-                    job.take(token)
+                    self._take(job, choices, submitted.drafts.get(job, ()))
+
+    def _take(self, job: Answer, choices: Sequence[Choice], draft: Sequence[int]) -> None:
+        before = job.ticket.drafts
+        taken = job.take(choices, len(draft))
+        self._counts.generated_tokens += taken
+        if draft:
+            self._counts.drafts += 1
+            self._counts.drafted_tokens += len(draft)
+            self._counts.accepted_tokens += job.ticket.drafts.accepted - before.accepted
+        if taken < len(choices):  # tokens behind the end of the answer
+            job.slot.cache.rollback(len(job.text) - 1)
 
     def _end_cancelled(self) -> None:
         with self._changed:

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from billfish.core.errors import BillfishError
 from billfish.llm.decoder_base import PENDING, PendingStep
+from billfish.llm.drafting.drafter import Controller, Drafter
 from billfish.llm.grammar import Matcher
 from billfish.llm.kv_cache import NO_ADAPTER
 from billfish.llm.model import Model
-from billfish.llm.sampler import RequestSampler, Scored, with_best
+from billfish.llm.sampler import Choice, RequestSampler, Scored, with_best
 from billfish.serving.engine.kv_slots import Cuts, Slot, cuts_for
 from billfish.serving.engine.prefix_index import block_hashes
-from billfish.serving.engine.requests import Chosen, Request, Ticket, Times
+from billfish.serving.engine.requests import Chosen, Drafts, Request, Ticket, Times
 
 OnToken = Callable[[Chosen], object]
 TOGETHER = 1024  # tokens of texts that an encoder reads at once
@@ -107,9 +108,12 @@ class Answer(Job):
         context: int,
         rows_again: int,
         adapter: int,
+        drafter: Drafter | None = None,
+        controller: Controller | None = None,
     ) -> None:
         """ends: tokens that end answers. times: where those of its tokens go. rows_again: tokens of an answer that are
-        fed at once, if it is read again. adapter: its number in the decoder."""
+        fed at once, if it is read again. adapter: its number in the decoder. controller: chooses how many tokens the
+        drafter drafts."""
         super().__init__(list(request.prompt), cuts)
         self.text, self.adapter = list(self.prompt), adapter
         self.hashes = block_hashes(self.prompt, cuts.smallest, request.owner)
@@ -121,6 +125,8 @@ class Answer(Job):
         self._most = min(request.max_tokens, context - len(request.prompt) + 1)
         self.pending: PendingStep | None = None  # the last step that was submitted, if its token was not taken yet
         self.waits_for: tuple[Answer, int] | None = None  # who computes so many tokens of the same prompt
+        self.drafter, self._controller = drafter, controller
+        self._kind: int | None = None  # of the draft that the next step may have
 
     @property
     def cancelled(self) -> bool:
@@ -146,23 +152,50 @@ class Answer(Job):
     def tokens(self, count: int) -> list[int]:
         return super().tokens(count) if self.left > 0 else [PENDING]
 
-    def take(self, token: int) -> None:
-        """The next token of the answer."""
+    def draft_length(self, others: int) -> int:
+        """How many tokens it pays to draft behind what is known of the answer, in a step with so many other rows."""
+        if self.drafter is None or self._controller is None or not self.decodes:
+            return 0
+        self._kind = self.drafter.kind(self.text)
+        return min(self._most - self.ticket.completion_tokens - 1, self._controller.length(self._kind, others))
+
+    def take(self, choices: Sequence[Choice], drafted: int = 0) -> int:
+        """The next tokens of the answer: one, and before it those of so many drafted ones that were right. Returns how
+        many were taken, as the answer may end before the last of them."""
+        if self._controller is not None:
+            self._controller.note(drafted, len(choices) - 1, self._kind)
+        taken = list[tuple[Choice, str]]()
+        for choice in choices[:-1] if self.sampler.error else choices:
+            taken.append((choice, self._end_behind(choice, self.ticket.completion_tokens + len(taken) + 1)))
+            if taken[-1][1]:
+                break
+        if drafted:
+            accepted = len(taken) - (len(taken) == len(choices))
+            self.ticket.drafts = Drafts(self.ticket.drafts.drafted + drafted, self.ticket.drafts.accepted + accepted)
+        for choice, end in taken:
+            self._take(choice, end, self.ticket.drafts if drafted else None)
         if self.sampler.error:
             self.end("refused" if self.sampler.refused else "failed", self.sampler.error)
-            return
-        self.text.append(token)
+        return len(taken)
+
+    def _end_behind(self, choice: Choice, count: int) -> str:
+        """Why the answer ends with a token, the `count`-th, or ""."""
+        if choice.token in self._ends or choice.complete:
+            return "stop"
+        return "length" if count == self._most else ""
+
+    def _take(self, choice: Choice, end: str, drafts: Drafts | None) -> None:
+        self.text.append(choice.token)
         now = time.perf_counter()
         histogram = self._times.between_tokens if self.ticket.completion_tokens else self._times.first_token
         histogram.add(now - self._last_time)
         self._last_time = now
         self.ticket.completion_tokens += 1
-        ended = token in self._ends or self.sampler.complete
-        self.finished = "stop" if ended else "length" if self.ticket.completion_tokens == self._most else ""
-        if self.finished:  # which waits for `tell_end`
-            self._end = Chosen(token, self.sampler.scored, self.finished, "", self.ticket.cached_tokens)
+        self.finished = end
+        if end:  # which waits for `tell_end`
+            self._end = Chosen(choice.token, choice.scored, end, "", self.ticket.cached_tokens, drafts)
         else:
-            self._give(Chosen(token, self.sampler.scored))
+            self._give(Chosen(choice.token, choice.scored, drafts=drafts))
 
     def end(self, reason: str, error: str = "") -> None:
         if not self.finished:

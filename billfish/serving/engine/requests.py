@@ -37,7 +37,7 @@ class Request:
     chosen one alone, None no probabilities at all. grammar: what the whole answer must be; `Engine.compile` makes it.
     An answer that `max_tokens` cuts may be only the beginning of that. shown: control tokens whose names are part of
     the text. tenant: who asks; only prompts of the same tenant share a KV cache.
-    adapter: the name of one that the model has loaded.
+    adapter: the name of one that the model has loaded. draft: whether tokens may be drafted, if the engine does so.
     """
 
     prompt: list[int]
@@ -49,6 +49,7 @@ class Request:
     shown: frozenset[int] = frozenset()
     tenant: bytes = b""
     adapter: str | None = None
+    draft: bool = True
 
     @property
     def owner(self) -> bytes:
@@ -66,7 +67,7 @@ class Chosen(NamedTuple):
 
     scored: the token and the best ones with their log probabilities, if the request asks for them. finished: "" up to
     the end, which has one of `REASONS`. error: a sentence, with "failed" and "refused". cached_tokens: at the end, as
-    of the ticket.
+    of the ticket. drafts: with the tokens of a step that had a draft: those of the ticket.
     """
 
     token: int | None
@@ -74,19 +75,28 @@ class Chosen(NamedTuple):
     finished: str = ""
     error: str = ""
     cached_tokens: int = 0
+    drafts: Drafts | None = None
+
+
+class Drafts(NamedTuple):
+    """Tokens of one answer that were drafted, and those of them that were right."""
+
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Ticket:
     """One answer under way. Its numbers change while the answer runs, and any thread may read them.
 
     cached_tokens: of the prompt, those that were not computed again. completion_tokens: all that were generated, with
-    the model's end and with those of a stop text.
+    the model's end and with those of a stop text. drafts: how many were drafted, and were right.
     """
 
     def __init__(self, prompt_tokens: int, wake: Callable[[], object]) -> None:
         """wake: called after `cancel`."""
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = self.completion_tokens = 0
+        self.drafts = Drafts()
         self.cancelled = self.enough = False
         self._wake = wake
 
@@ -135,7 +145,8 @@ class EngineCounts:
     cache_bytes: KV cache that is held, for answers that run and for prompts to come. cache_bytes_bound: what it never
     exceeds. preemptions: how often a request lost its memory to those before it, and went on later. finished: answers
     by `REASONS`. prefill_tokens: of prompts and answers, those that were read and not generated, again after a
-    preemption as well. pages: of the KV cache. captures: CUDA graphs that were captured.
+    preemption as well. drafts, drafted_tokens, accepted_tokens: steps of an answer that had a draft, its tokens, and
+    those that were right. pages: of the KV cache. captures: CUDA graphs that were captured.
     """
 
     running: int = 0
@@ -149,6 +160,9 @@ class EngineCounts:
     refused: int = 0
     prefill_tokens: int = 0
     preemptions: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     pages: PageCounts = NO_PAGES
     captures: int = 0
     times: Times = field(default_factory=lambda: Times(Histogram(), Histogram()))

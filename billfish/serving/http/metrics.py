@@ -23,6 +23,12 @@ ENGINE = {
     "cached_tokens": ("cached_tokens_total", "Tokens of prompts that were not computed again."),
     "prefill_tokens": ("prefill_tokens_total", "Tokens that were read, not generated: again after a preemption, too."),
     "preemptions": ("preemptions_total", "How often a request lost its KV cache to earlier ones and went on later."),
+    "drafts": ("drafts_total", "Steps of an answer that had a draft."),
+    "drafted_tokens": ("drafted_tokens_total", "Tokens that were drafted."),
+    "accepted_tokens": (
+        "accepted_tokens_total",
+        "Drafted tokens that were right. An answer has generated / (generated - accepted) tokens a step.",
+    ),
     "captures": ("graph_captures_total", "CUDA graphs that were captured."),
     "cache_bytes": (
         "cache_bytes",

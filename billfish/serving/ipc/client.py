@@ -16,7 +16,7 @@ from billfish.llm.detokenizer import Piece
 from billfish.llm.grammar import Grammar
 from billfish.llm.sampler import Scored
 from billfish.serving.engine.answer_text import AnswerText
-from billfish.serving.engine.requests import Chosen, QueueFull, Request, ServerClosing
+from billfish.serving.engine.requests import Chosen, Drafts, QueueFull, Request, ServerClosing
 from billfish.serving.ipc import messages
 
 FETCH_SECONDS = 10.0
@@ -44,7 +44,7 @@ ERRORS: dict[str, type[BillfishError]] = {
 class Answers:
     """Answers to one request. take(index, piece) is called in the loop, up to the last piece of each.
 
-    cached_tokens, completion_tokens: of each answer, so far.
+    cached_tokens, completion_tokens: of each answer, so far. drafts: tokens of each that were drafted and right.
     """
 
     def __init__(
@@ -58,12 +58,17 @@ class Answers:
         self._client, self._first, self._take = client, first, take
         self._texts = [AnswerText(request, tokenizer) for request in requests]
         self.cached_tokens = [0] * len(requests)
+        self.drafts = [Drafts()] * len(requests)
         self._running = set(range(len(requests)))  # in the engine
 
     @property
     def completion_tokens(self) -> int:
         """Of all together."""
         return sum(text.completion_tokens for text in self._texts)
+
+    def drafted(self, id: int, drafts: Drafts) -> None:
+        """The step whose tokens come next had a draft."""
+        self.drafts[id - self._first] = drafts
 
     def took(self, id: int, chosen: Chosen) -> None:
         """The engine has chosen a token of an answer."""
@@ -247,6 +252,10 @@ class EngineClient:
 
     def _take(self, step: messages.Step) -> None:
         found, tokens = self._answers.get, step.tokens
+        for id, drafts in step.drafts.items():
+            answers = found(id)
+            if answers is not None:
+                answers.drafted(id, Drafts(*drafts))
         for at in range(0, len(tokens), 2):
             answers = found(tokens[at])
             if answers is not None:

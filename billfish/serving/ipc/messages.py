@@ -118,16 +118,18 @@ class Refused(Message):
 
 
 Best = list[tuple[int, float]]  # tokens with log probabilities
-Ended = tuple[int, int | None, Best, str, str, int]  # id, and the fields of `Chosen`
+Ended = tuple[int, int | None, Best, str, str, int]  # id, and the fields of `Chosen` but `drafts`
 
 
 class Step(Message):
     """What one step of the engine gave. tokens: ids of answers and their next tokens, by turns. scored: id, token and
-    log probabilities, for answers that want these. ended: answers with their last token."""
+    log probabilities, for answers that want these. ended: answers with their last token. drafts: of answers that had a
+    draft, the tokens that were drafted and right since they began."""
 
     tokens: list[int]
     scored: list[tuple[int, int, Best]]
     ended: list[Ended]
+    drafts: dict[int, tuple[int, int]]
 
 
 class Vectors(Message):

@@ -97,9 +97,10 @@ class Session:
         self._lock = threading.Lock()  # held for what follows
         self._tickets: dict[int, Ticket | None] = {}  # of answers under way; None while they are submitted
         self._work: dict[int, Future[Any]] = {}  # grammars, texts
-        self._tokens: list[int] = []  # the engine's thread alone has these three
+        self._tokens: list[int] = []  # the engine's thread alone has these four
         self._scored: list[tuple[int, int, list[Scored]]] = []
         self._ended: list[messages.Ended] = []
+        self._drafts: dict[int, tuple[int, int]] = {}
 
     # ---- what the front says ------------------------------------------------------------------------------------
 
@@ -250,7 +251,9 @@ class Session:
     # ---- what the engine's thread says --------------------------------------------------------------------------
 
     def _chosen(self, id: int, chosen: Chosen) -> None:
-        token, scored, finished, error, cached = chosen
+        token, scored, finished, error, cached, drafts = chosen
+        if drafts is not None:
+            self._drafts[id] = drafts
         if finished:
             with self._lock:
                 self._tickets.pop(id, None)
@@ -263,8 +266,8 @@ class Session:
     def flush(self) -> None:
         """The step is over."""
         if self._tokens or self._scored or self._ended:
-            step = messages.Step(self._tokens, self._scored, self._ended)
-            self._tokens, self._scored, self._ended = [], [], []
+            step = messages.Step(self._tokens, self._scored, self._ended, self._drafts)
+            self._tokens, self._scored, self._ended, self._drafts = [], [], [], {}
             self._send(step)
 
 
