@@ -212,6 +212,32 @@ def test_ctrl_c_while_modules_are_imported_shows_no_traceback(tmp_path):
     assert (process.returncode, said) == (-signal.SIGINT, "")
 
 
+LOST = """
+import signal, sys, time, weakref
+import billfish.cli.main
+from billfish.cli import start
+
+def run():
+    thing = type("Thing", (), {})()
+    reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+    try:
+        del thing
+        time.sleep(60)
+    except KeyboardInterrupt:
+        return 130
+
+billfish.cli.main.main = run
+sys.exit(start.main())
+"""
+
+
+@pytest.mark.promise("threads", "Ctrl-C shows no traceback; `convert` and `quantize` say how to continue")
+def test_ctrl_c_within_a_callback_is_not_lost():
+    """Python would print a traceback and go on."""
+    done = subprocess.run([sys.executable, "-c", LOST], preexec_fn=heed_ctrl_c, capture_output=True, timeout=50)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
 def heed_ctrl_c() -> None:
     """Background jobs of a shell do not."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

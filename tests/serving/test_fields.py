@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -28,6 +30,43 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
     write_model(file, Small(template=TOOLS_TEMPLATE, context=512))
     with serving(file, streams=2) as running:
         yield running
+
+
+FIRST_BODIES = """
+import threading
+from billfish.serving.api.request_bodies import Body, parse
+
+class Inner(Body):
+    value: "hold()"
+
+class Outer(Body):
+    inner: "Inner | None" = None
+    number: int = 0
+
+inside, asked = threading.Event(), threading.Event()
+
+def hold():  # msgspec is between the fields of Outer
+    inside.set()
+    asked.wait()
+    threading.Event().wait(0.1)  # for the other thread
+    return int
+
+def second():
+    inside.wait()
+    asked.set()
+    assert parse(b'{"number": 2}', Outer)[0].number == 2
+
+threads = [threading.Thread(target=parse, args=(b'{"number": 1}', Outer)), threading.Thread(target=second)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+@pytest.mark.promise("server", "a body may be any bytes of any length")
+def test_the_first_bodies_of_a_kind_may_come_at_once():
+    """It was a segmentation fault of msgspec, which ended the server."""
+    done = subprocess.run([sys.executable, "-c", FIRST_BODIES], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def chat(server: Running, **fields: Any) -> tuple[int, dict[str, str], Any]:

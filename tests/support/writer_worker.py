@@ -25,6 +25,7 @@ import numpy as np
 import billfish as bf
 from billfish.checkpoints.write.resumable_writer import Output, write
 from billfish.checkpoints.write.target import OutputFile, Piece
+from billfish.cli.start import interrupt_again
 from billfish.core.errors import BillfishError
 
 # What Python tells before it asks the system to change something.
@@ -246,20 +247,27 @@ def kill_at_random(sources: list[Path], folder: Path, kills: int, seed: int) -> 
         place = folder / str(len(happened))
         place.mkdir()
         begun, statuses, made = time.perf_counter(), list[int](), list[int]()
+        message = folder / f"{len(happened)} message"
         while not statuses or statuses[-1] not in (0, REFUSED, FAILED):
-            status, steps = _run_and_kill(rng, lambda tell: JOBS[out, kind](source, place / out, tell), count < kills)  # noqa: B023
+            status, steps = _run_and_kill(
+                rng,
+                lambda tell: JOBS[out, kind](source, place / out, tell),  # noqa: B023
+                count < kills,
+                message,
+            )
             statuses.append(status)
             made.append(steps)
             count += status not in (0, REFUSED, FAILED)
         found = contents(place)
         seconds = time.perf_counter() - begun
         wanted = f"{source.name} {out} {kind}"
-        happened.append({"wanted": wanted, "statuses": statuses, "made": made, "found": found, "seconds": seconds})
+        about = {"wanted": wanted, "statuses": statuses, "made": made, "found": found, "seconds": seconds}
+        happened.append(about | {"message": message.read_text() if message.exists() else ""})
         shutil.rmtree(place)
     return {"expected": expected, "rounds": happened}
 
 
-def _run_and_kill(rng: random.Random, job: Callable[[Any], object], kill: bool) -> tuple[int, int]:
+def _run_and_kill(rng: random.Random, job: Callable[[Any], object], kill: bool, message: Path) -> tuple[int, int]:
     """A run that gets a signal after some of its steps and some time more: its status, and its steps."""
     reader, writer = os.pipe()
 
@@ -267,7 +275,7 @@ def _run_and_kill(rng: random.Random, job: Callable[[Any], object], kill: bool) 
         os.close(reader)
         job(lambda done, total, label: os.write(writer, b"."))
 
-    process = start(run)
+    process = start(run, message)
     os.close(writer)
     steps = 0
     if kill:
@@ -283,6 +291,7 @@ def _run_and_kill(rng: random.Random, job: Callable[[Any], object], kill: bool) 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    sys.unraisablehook = interrupt_again  # as the command line has it
     what, *arguments = sys.argv[1:]
     if what == "race":
         result = race(sorted(Path(arguments[0]).iterdir()), Path(arguments[1]), int(arguments[2]), int(arguments[3]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -124,6 +125,17 @@ def too_long(field: str, size: str, limits: Limits) -> Refusal:
 # ---- parsing --------------------------------------------------------------------------------------------------------
 
 AnyBody = TypeVar("AnyBody", bound=Body)
+_one_thread = threading.Lock()
+
+
+def convert(value: object, kind: type[AnyBody]) -> AnyBody:
+    """The value as a body. Raises msgspec.ValidationError.
+
+    msgspec looks at the fields of a class when it is first converted to. A second thread that does so meanwhile finds
+    half of them, and the process ends with a segmentation fault.
+    """
+    with _one_thread:
+        return msgspec.convert(value, kind)
 
 
 def parse(body: bytes, kind: type[AnyBody], *, strict: bool = False) -> tuple[AnyBody, list[str]]:
@@ -137,7 +149,7 @@ def parse(body: bytes, kind: type[AnyBody], *, strict: bool = False) -> tuple[An
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
         _drop_nulls(value)
-        read = msgspec.convert(value, kind)
+        read = convert(value, kind)
     except RecursionError:
         raise refuse("body", "The body is JSON that is nested too deeply.") from None
     except msgspec.ValidationError as error:

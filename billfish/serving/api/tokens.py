@@ -9,7 +9,7 @@ import msgspec
 from billfish.checkpoints.tokenizer.tokenizer import MARK
 from billfish.serving.api.chat import ChatBody, conversation_of
 from billfish.serving.api.conversation import render
-from billfish.serving.api.request_bodies import Body, refuse, shown
+from billfish.serving.api.request_bodies import Body, convert, refuse, shown
 from billfish.serving.api.service import Service
 
 
@@ -59,7 +59,7 @@ def _piece(data: bytes, name: str) -> str | list[int]:
 def _chat(body: TextBody) -> ChatBody:
     given = {"messages": body.messages, "tools": body.tools, "chat_template_kwargs": body.chat_template_kwargs}
     try:
-        return msgspec.convert(given, ChatBody)
+        return convert(given, ChatBody)
     except msgspec.ValidationError as error:
         raise refuse("messages", f"messages cannot be used: {error}.") from None
 

@@ -33,5 +33,5 @@ def _mistake(found: dict[str, Any], expected: dict[str, Any]) -> str:
     *earlier, last = found["statuses"]
     # REFUSED: the signal came when all was done, and the next run says that the output exists.
     if not set(earlier) <= ENDED or last not in ((0, REFUSED) if earlier else (0,)):
-        return f"statuses {found['statuses']}"
+        return f"statuses {found['statuses']}: {found['message']}"
     return "" if found["found"] == expected[found["wanted"]] else f"{found['wanted']} is not what is there"

@@ -485,8 +485,10 @@ def attack(
     kinds: list[str] | None = None,
     model: Path | None = None,
     more: tuple[str, ...] = (),
+    seconds: float = float("inf"),
 ) -> tuple[Attacked, dict[str, Any]]:
-    """So many requests in rounds, or so many seconds of each attack; the server, and a record of what happened."""
+    """So many requests in rounds, or so many seconds of each attack; the server, and a record of what happened.
+    seconds: no round begins later."""
     sys.setrecursionlimit(50_000)  # for `json`, which writes schemas in schemas
     with tempfile.TemporaryDirectory(prefix="billfish-attack-") as place:
         log, rng = Path(place, "log"), random.Random(seed)
@@ -498,10 +500,14 @@ def attack(
             attacking = (
                 _beside(server, beside, rng, clients, ways_of(kinds))
                 if beside
-                else _attack(server, process.pid, requests, rng, clients, with_neighbor)
+                else _attack(server, process.pid, requests, rng, clients, with_neighbor, seconds)
             )
-            record = asyncio.run(attacking)
-            process.send_signal(signal.SIGTERM)
+            record = dict[str, Any]()
+            try:
+                record = asyncio.run(attacking)
+                process.send_signal(signal.SIGTERM)
+            except ConnectionError as error:
+                server.failures.append(f"{error}; {server.sent.total()} requests were sent")
             try:
                 status = process.wait(30)
             except subprocess.TimeoutExpired:
@@ -516,7 +522,13 @@ def attack(
 
 
 async def _attack(
-    server: Attacked, process: int, requests: int, rng: random.Random, clients: int, with_neighbor: bool
+    server: Attacked,
+    process: int,
+    requests: int,
+    rng: random.Random,
+    clients: int,
+    with_neighbor: bool,
+    seconds: float,
 ) -> dict[str, Any]:
     first = await server.exchange(request("/v1/completions", json.dumps(ORDINARY).encode()), answers=1, half=False)
     server.expected = text_of(first[0][1])
@@ -528,7 +540,7 @@ async def _attack(
         while lines is not None and not lines.stat().st_size:
             await asyncio.sleep(0.1)
         memory = [[server.sent.total(), before["bytes"]]]
-        while server.sent.total() < requests:
+        while server.sent.total() < requests and time.monotonic() < started + seconds:
             if lines is not None:
                 begin = time.monotonic()
                 await asyncio.sleep(QUIET_SECONDS)
@@ -633,6 +645,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--beside", type=float, default=0.0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round after so long")
+    parser.add_argument("--alone", action="store_true", help="no ordinary client beside the attack")
     parser.add_argument("--kinds", nargs="+", help="of --beside: all, or names of attacks")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--fronts", default="0")
@@ -644,8 +658,10 @@ def main() -> None:
         arguments.requests,
         arguments.seed,
         arguments.clients,
+        with_neighbor=not arguments.alone,
         beside=arguments.beside,
         kinds=arguments.kinds,
+        seconds=arguments.seconds,
         model=arguments.model,
         more=("--fronts", arguments.fronts),
     )
