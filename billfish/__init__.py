@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     )
     from billfish.quantizing.calibrate_checkpoint import calibrate_checkpoint
     from billfish.quantizing.quantize_checkpoint import quantize_checkpoint
+    from billfish.quantizing.tune_checkpoint import tune_checkpoint
     from billfish.statistics import Statistics
 
 __all__ = [
@@ -121,6 +122,7 @@ __all__ = [
     "register",
     "save",
     "set_threads",
+    "tune_checkpoint",
     "unpack_fp4_weights",
     "unpack_s4_weights",
     "unpack_u4_weights",
@@ -188,6 +190,7 @@ _ELSEWHERE = {
     "register": "billfish.core.formats",
     "save": "billfish.checkpoints.conversion",
     "set_threads": "billfish.backends.cpu.backend",
+    "tune_checkpoint": "billfish.quantizing.tune_checkpoint",
     "unpack_fp4_weights": "billfish.ops.weight_packing",
     "unpack_s4_weights": "billfish.ops.weight_packing",
     "unpack_u4_weights": "billfish.ops.weight_packing",

@@ -68,6 +68,13 @@ GROUPS = {
             "billfish quantize IN OUT --format fp4 --group-size 128",
             resumes=True,
         ),
+        "tune": Command(
+            "train the scales of a quantized model, by KL divergence",
+            "IN OUT --against MODEL [options]",
+            "billfish tune IN OUT --against FLOATS --text FILE",
+            resumes=True,
+            note="It needs torch. Codes, formats and sizes stay as they are.",
+        ),
         "convert": Command(
             "convert a checkpoint to another layout, without loss where possible",
             "IN OUT --to LAYOUT [options]",

@@ -66,6 +66,14 @@ class Truth:
         self.windows = cut_windows(model, tokens, self.window)
         self._hidden: dict[int, NDArray[np.float32]] = {}
 
+    @classmethod
+    def of_windows(cls, model: Model, windows: Sequence[Sequence[int]]) -> Truth:
+        """Of windows that are cut already."""
+        truth = cls.__new__(cls)
+        truth.model, truth.window, truth._hidden = model, max(map(len, windows)), {}
+        truth.windows = [list(window) for window in windows]
+        return truth
+
     def scores(self, window: int, rows: slice) -> NDArray[np.float32]:
         """Of some tokens of a window, [rows, vocabulary]."""
         if window not in self._hidden:
@@ -106,7 +114,7 @@ def evaluate(
     windows = cut_windows(model, tokens, window)
     truth = Truth(against, tokens, window) if isinstance(against, Model) else against
     if truth is not None:
-        _check_vocabularies(model.tokenizer.pieces, truth.model.tokenizer.pieces)
+        check_vocabularies(model.tokenizer.pieces, truth.model.tokenizer.pieces)
         if truth.windows != windows:
             problem = "against= was computed for other tokens or windows"
             raise DataError(failure(CALL, problem, "Compute it with the same tokens and window."))
@@ -175,7 +183,7 @@ def _mean(values: Numbers) -> tuple[float, float]:
     return float(values.mean()), float(values.std() / math.sqrt(len(values)))
 
 
-def _check_vocabularies(pieces: Sequence[str], others: Sequence[str]) -> None:
+def check_vocabularies(pieces: Sequence[str], others: Sequence[str]) -> None:
     """Raises unless both models mean the same by every token."""
     if len(pieces) != len(others):
         problem = f"against= has a vocabulary of {len(others)} tokens, and the model of {len(pieces)}"

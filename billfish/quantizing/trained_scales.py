@@ -1,0 +1,131 @@
+"""The scales and minimums of one matrix as what torch trains. Codes stay as they are.
+
+A scale s becomes s exp(a), a minimum m becomes m + b s, and a minimum at two levels m exp(b); a and b begin at zero.
+Scales that the format holds in a byte are those of the nearest byte in the forward pass, too, and have the gradients of
+what they were rounded from.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from billfish.core.elements import Element
+from billfish.core.format import Format, Planes
+from billfish.core.tensor import QuantizedTensor
+
+COARSE = 1.9  # neighbouring scales of this ratio, such as powers of two, are too far apart for small steps
+
+
+class TrainedScales:
+    """Of a matrix [N, K] whose format :func:`why_fixed` has nothing against."""
+
+    def __init__(self, tensor: QuantizedTensor, device: torch.device) -> None:
+        self._tensor, self._format = tensor, tensor.format
+        self._planes = tensor.format.unpack(tensor.storage)
+        groups = tensor.format.group_values(self._planes)
+        self._codes = torch.from_numpy(np.array(self._planes["codes"], order="C")).to(device)
+        self._values = _on(tensor.format.element.values, device)
+        self._scale = _on(groups.scale, device)
+        self._zero = None if groups.zero is None else _on(groups.zero, device)
+        self._minimum = None if groups.minimum is None else _on(groups.minimum, device)
+        self._bytes = _scales_of_bytes(tensor.format, self._planes)
+        self._grid = None if self._bytes is None else _on(self._bytes[1], device)
+        self.parameters = [torch.zeros(self._planes["scale"].shape, device=device, requires_grad=True)]
+        if self._minimum is not None:
+            self.parameters.append(torch.zeros(self._planes["minimum"].shape, device=device, requires_grad=True))
+
+    def weights(self) -> Tensor:
+        """W [N, K]."""
+        scale = self._scale * self._spread(self.parameters[0], self._scale).exp()
+        if self._grid is not None:
+            scale = scale + (self._grid[_nearest(self._grid, scale.detach())] - scale).detach()
+        n, k = self._codes.shape
+        size = self._tensor.group_size
+        w = self._values[self._codes.int()]
+        w = torch.nn.functional.pad(w, (0, scale.shape[1] * size - k)).view(
+            n, -1, size
+        )  # of a last group that is shorter
+        if self._zero is not None:
+            w = w - self._zero[..., None]
+        w = w * scale[..., None]
+        if self._minimum is not None:
+            w = w + self._moved_minimum()[..., None]
+        return w.view(n, -1)[:, :k]
+
+    def _moved_minimum(self) -> Tensor:
+        assert self._minimum is not None
+        change = self.parameters[1]
+        if change.shape == self._minimum.shape:
+            return self._minimum + self._scale * change
+        return self._minimum * self._spread(change, self._minimum).exp()
+
+    @staticmethod
+    def _spread(change: Tensor, groups: Tensor) -> Tensor:
+        """For each group what its block has."""
+        return change.repeat_interleave(groups.shape[1] // change.shape[1], dim=1)
+
+    def tensor(self) -> QuantizedTensor:
+        """The matrix with the trained scales, in the same format."""
+        changes = [parameter.detach().cpu().numpy() for parameter in self.parameters]
+        planes, scale = dict(self._planes), self._planes["scale"]
+        if self._bytes is None:
+            planes["scale"] = _rounded(scale.astype(np.float32) * np.exp(changes[0]), scale)
+        else:
+            codes, grid = self._bytes
+            wanted = torch.from_numpy(self._format.group_values(self._planes).scale * np.exp(changes[0]))
+            planes["scale"] = codes[_nearest(torch.from_numpy(grid), wanted).numpy()]
+        if self._minimum is not None:
+            minimum = planes["minimum"].astype(np.float32)
+            if changes[1].shape == tuple(self._minimum.shape):
+                moved = minimum + scale.astype(np.float32) * changes[1]
+            else:
+                moved = minimum * np.exp(changes[1])
+            planes["minimum"] = _rounded(moved, planes["minimum"])
+        tensor, storage = self._tensor, self._format.pack(planes)
+        return QuantizedTensor.owning(tensor.format, tensor.shape, tensor.group_size, storage)
+
+
+def why_fixed(tensor: QuantizedTensor) -> str:
+    """Why the scales of a matrix cannot be trained; "" where they can."""
+    format = tensor.format
+    if type(format).decode is not Format.decode or type(format.element).decode is not Element.decode:
+        return f"{format.name} is decoded in a way of its own"
+    if tensor.permutation is not None:
+        return "its columns are in another order (act-order)"
+    planes = format.unpack_scales(tensor.storage)
+    bytes_ = _scales_of_bytes(format, planes)
+    if bytes_ is not None and (bytes_[1][1:] / bytes_[1][:-1]).min() > COARSE:
+        return f"the scales of {format.name} are powers of two, which have no near neighbours"
+    return ""
+
+
+def _scales_of_bytes(format: Format, planes: Planes) -> tuple[NDArray[np.uint8], NDArray[np.float32]] | None:
+    """The bytes of positive scales and what they mean, in increasing order; None for scales that are numbers."""
+    if planes["scale"].dtype != np.uint8:
+        return None
+    every = np.arange(256, dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        means = format.group_values({**planes, "scale": every[None]}).scale[0]
+    valid = np.flatnonzero(np.isfinite(means) & (means > 0))
+    valid = valid[np.argsort(means[valid], kind="stable")]
+    valid = valid[np.concatenate([[True], np.diff(means[valid]) > 0])]
+    return every[valid], means[valid]
+
+
+def _nearest(grid: Tensor, values: Tensor) -> Tensor:
+    """For each value the index of the nearest number of an increasing grid."""
+    return torch.bucketize(values, (grid[1:] + grid[:-1]) / 2)
+
+
+def _rounded(values: NDArray[np.float32], like: NDArray[np.generic]) -> NDArray[np.generic]:
+    """In the type of a plane; what would overflow there stays as it was."""
+    with np.errstate(over="ignore"):
+        cast = values.astype(like.dtype)
+    return np.where(np.isfinite(cast.astype(np.float32)), cast, like)
+
+
+def _on(array: NDArray[np.floating], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.array(array, np.float32, order="C")).to(device)

@@ -1,0 +1,313 @@
+"""Train the scales of a quantized model so that it predicts a text as another model does.
+
+Codes stay as they are, so that the result is an ordinary file: the same formats, the same size, the same speed. The
+loss is the KL divergence of the predictions, as `billfish eval --against` measures it, and Adam takes a step for each
+window of the text. What the other model predicts is computed once, by our kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from billfish.checkpoints.checkpoint import Checkpoint
+from billfish.checkpoints.conversion import target_named
+from billfish.checkpoints.derived import Renamed
+from billfish.checkpoints.entry import Entry
+from billfish.checkpoints.in_memory import HeldMatrix
+from billfish.checkpoints.names.gguf_names import is_gguf
+from billfish.checkpoints.reports import ConversionReport
+from billfish.checkpoints.write.export import TARGETS, check_export, export
+from billfish.checkpoints.write.plan import Settings
+from billfish.checkpoints.write.resumable_writer import identity
+from billfish.core.errors import BackendUnavailable, DataError, bad_argument, failure
+from billfish.core.files import path_of, write_atomically
+from billfish.core.format import Format
+from billfish.core.progress import Progress
+from billfish.core.tensor import QuantizedTensor
+from billfish.core.version import __version__
+from billfish.llm.evaluation import Truth, check_vocabularies
+from billfish.llm.model import load
+from billfish.llm.model_files import Source, open_source
+from billfish.llm.model_weights import ModelTensors
+from billfish.models import describe
+from billfish.models.description import Matrix
+from billfish.quantizing.calibrate_checkpoint import TOKENS, WINDOW, named_text, windows_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from billfish.quantizing.torch_decoder import TorchDecoder
+    from billfish.quantizing.trained_scales import TrainedScales
+
+CALL = "tune"
+LOG = logging.getLogger(__name__)
+EPOCHS, RATE = 2, 0.001
+ROWS = 128  # of logits at a time: a vocabulary is wide
+SAVE_SECONDS = 60.0
+
+
+def tune_checkpoint(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    against: str | os.PathLike[str],
+    text: str | os.PathLike[str] | None = None,
+    tokens: int = TOKENS,
+    window: int | None = None,
+    epochs: int = EPOCHS,
+    rate: float = RATE,
+    device: str = "auto",
+    overwrite: bool = False,
+    progress: bool = True,
+) -> ConversionReport:
+    """Train the scales of a quantized model by its KL divergence from another one: what `billfish tune` does.
+
+    Codes, formats and all other tensors stay as they are. If the process is killed, the same call continues from the
+    last minute.
+
+    src: a quantized model of attention and dense feed-forward layers: a GGUF file or a folder.
+    dst: a file or folder to create, in the same layout.
+    against: the model to be like, usually the float model that src was made of.
+    text: a file in UTF-8; None is a text that the package carries. tokens: at most so many, from its beginning.
+    window: tokens that see each other (512, or the context). Each window is a step.
+    epochs: how often the text is read. rate: the step size of Adam, about the relative change of a scale in a step; it
+    falls to zero.
+    device: "cpu", "cuda" or "cuda:N"; "auto" is a GPU if torch has one.
+    overwrite: whether a `dst` that exists is replaced. progress: whether to draw a bar on terminals.
+
+    Returns a ConversionReport. Raises ModelError for a model that cannot be trained and for two vocabularies, and
+    DataError if no scale can move.
+
+        >>> report = bf.tune_checkpoint("model.gguf", "tuned.gguf", against="model.gguf", tokens=64, progress=False)
+        >>> bf.open_checkpoint("tuned.gguf")["blk.0.attn_q.weight"]
+        QuantizedTensor(q8_0, [128, 64], group_size=32, 8704 bytes)
+    """
+    try:
+        import torch
+    except ImportError:
+        raise BackendUnavailable("tune: torch is not installed. Run: pip install torch") from None
+    if tokens < 2 or epochs < 1 or not 0 < rate <= 1:
+        name, value = ("tokens", tokens) if tokens < 2 else ("epochs", epochs) if epochs < 1 else ("rate", rate)
+        raise DataError(
+            bad_argument(CALL, name, value, {"tokens": "2 or more", "epochs": "1 or more"}.get(name, "0 to 1"))
+        )
+    path, out = path_of(CALL, src), Path(dst)
+    checkpoint, source = Checkpoint(path), open_source(path)
+    settings = Settings(target_named(CALL, _layout(checkpoint)), overwrite=overwrite)
+    check_export(CALL, checkpoint, out, settings)
+    content, _ = named_text(text)
+    context = describe(source.fields, source.vocabulary, source.tensors).context
+    window = min(WINDOW, context) if window is None else window
+    if not 2 <= window <= context:
+        raise DataError(bad_argument(CALL, "window", window, f"2 to {context}, the model's context"))
+    windows = [part for part in windows_of(source.tokenizer(), content, tokens, window) if len(part) > 1]
+    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    settings_of_run = [__version__, identity(checkpoint.files), str(path_of(CALL, against)), windows, epochs, rate]
+    kept = Path(f"{os.path.abspath(out)}.partial-tuning")
+    training = Training(source, checkpoint, Path(against), windows, Steps(epochs, rate), place)
+    training.run(kept, hashlib.sha256(json.dumps(settings_of_run).encode()).hexdigest(), progress)
+    report = export(CALL, training.result(), out, settings, False)
+    kept.unlink(missing_ok=True)
+    return report
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How Adam goes: `epochs` times through the windows, with step sizes that fall from `rate` to zero."""
+
+    epochs: int
+    rate: float
+
+
+class Training:
+    """Scales of a model, and what they are to achieve."""
+
+    def __init__(
+        self,
+        source: Source,
+        checkpoint: Checkpoint,
+        against: Path,
+        windows: Sequence[Sequence[int]],
+        steps: Steps,
+        device: torch.device,
+    ) -> None:
+        from billfish.quantizing.torch_decoder import TorchDecoder
+
+        self._source, self._checkpoint, self._device = source, checkpoint, device
+        self._windows, self._steps = windows, steps
+        tensors = ModelTensors(source, describe(source.fields, source.vocabulary, source.tensors))
+        self._fixed: dict[Matrix, torch.Tensor] = {}
+        self.trained = self._movable(tensors)
+        self.decoder: TorchDecoder = TorchDecoder(tensors, self._weights, device)
+        self.truth = self._truth(against)
+
+    def _movable(self, tensors: ModelTensors) -> dict[Matrix, TrainedScales]:
+        """The matrices of layers whose scales can be trained; raises if there are none."""
+        from billfish.quantizing.torch_decoder import check_supported
+        from billfish.quantizing.trained_scales import TrainedScales, why_fixed
+
+        check_supported(tensors)
+        found: dict[Matrix, TrainedScales] = {}
+        reasons: dict[str, str] = {}
+        for matrix in tensors.matrices:
+            tensor = tensors.matrix(matrix)
+            if matrix == tensors.config.head or not isinstance(tensor, QuantizedTensor):
+                continue
+            reason = "it is part of another matrix" if matrix.joined else why_fixed(tensor)
+            if not reason and self._rows(matrix) is None:
+                reason = "the file has it in another form"
+            if reason:
+                reasons[matrix.name] = reason
+            else:
+                found[matrix] = TrainedScales(tensor, self._device)
+        if not found:
+            name, reason = next(iter(reasons.items()), ("", "no matrix of a layer is quantized"))
+            problem = f"{self._checkpoint.path} has no scales to train: {reason}{f' ({name})' if name else ''}"
+            raise DataError(failure(CALL, problem, "Formats with scales in float16, such as iq4_nl, can be trained."))
+        return found
+
+    def _rows(self, matrix: Matrix) -> np.ndarray[Any, Any] | None:
+        """Where the file has the rows of a matrix; None if it is not a matrix of its own there."""
+        name = f"{matrix.name}.weight"
+        entry, own = self._source.tensors.entry(name), self._source.tensors.origins.get(name, name)
+        if own not in self._checkpoint:
+            return None
+        rows, about = np.arange(matrix.rows), self._checkpoint.describe(own)
+        while isinstance(entry, Renamed):
+            if entry.columns is not None:
+                return None
+            rows, entry = rows if entry.rows is None else entry.rows[rows], entry.entry
+        alike = (about.shape, about.format) == (matrix.shape, entry.description.format)
+        return rows if alike and entry.description.name == own else None
+
+    def _weights(self, matrix: Matrix) -> torch.Tensor:
+        if matrix in self.trained:
+            return self.trained[matrix].weights()
+        if matrix not in self._fixed:
+            self._fixed[matrix] = self.decoder.floats(self.decoder.tensors.matrix(matrix))
+        return self._fixed[matrix]
+
+    def _truth(self, against: Path) -> Truth:
+        model = load(against, device=str(self._device), progress=False)
+        check_vocabularies(self._source.tokenizer().pieces, model.tokenizer.pieces)
+        longest = max(map(len, self._windows))
+        if longest > model.config.context:
+            raise DataError(
+                bad_argument(CALL, "window", longest, f"at most {model.config.context}, the context of {against}")
+            )
+        return Truth.of_windows(model, self._windows)
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def run(self, kept: Path, run: str, progress: bool) -> None:
+        """All steps, or those that an earlier run has not taken."""
+        import torch
+
+        parameters = [each for matrix in self.trained.values() for each in matrix.parameters]
+        optimizer = torch.optim.Adam(parameters, lr=self._steps.rate, betas=(0.9, 0.95))
+        count = self._steps.epochs * len(self._windows)
+        done, losses = self._continued(kept, run, parameters, optimizer)
+        saved = time.monotonic()
+        with Progress(count, "steps", enabled=progress) as bar:
+            bar.advance(done)
+            for step in range(done, count):
+                for group in optimizer.param_groups:
+                    group["lr"] = self._steps.rate * (1 - step / count)
+                optimizer.zero_grad(set_to_none=True)
+                losses.append(self._gradients(step % len(self._windows)))
+                optimizer.step()
+                bar.advance(1, f"KL divergence {losses[-1]:.4f}")
+                if time.monotonic() - saved >= SAVE_SECONDS:
+                    self._keep(kept, run, step + 1, losses, parameters, optimizer)
+                    saved = time.monotonic()
+        first, last = (float(np.mean(part)) for part in (losses[: len(self._windows)], losses[-len(self._windows) :]))
+        LOG.info("KL divergence on the text: %.4f in the first epoch, %.4f in the last", first, last)
+
+    def _gradients(self, window: int) -> float:
+        """Of the mean divergence of a window, which is returned. Logits come in parts, gradients of layers at once."""
+        import torch
+
+        tokens = self._windows[window]
+        hidden = self.decoder.hidden(tokens)
+        behind = hidden.detach().requires_grad_()
+        total = 0.0
+        for start in range(0, len(tokens), ROWS):
+            rows = slice(start, min(start + ROWS, len(tokens)))
+            scores = torch.from_numpy(self.truth.scores(window, rows)).to(self._device)
+            p, q = scores.log_softmax(-1), self.decoder.logits(behind[rows]).log_softmax(-1)
+            divergence = (p.exp() * (p - q)).sum() / len(tokens)
+            divergence.backward()  # type: ignore[no-untyped-call]
+            total += divergence.item()
+        hidden.backward(behind.grad)  # type: ignore[no-untyped-call]
+        return total
+
+    def _keep(
+        self, kept: Path, run: str, step: int, losses: list[float], parameters: list[torch.Tensor], optimizer: Any
+    ) -> None:
+        import torch
+
+        buffer = io.BytesIO()
+        content = {"run": run, "step": step, "losses": losses, "optimizer": optimizer.state_dict()}
+        torch.save(content | {"parameters": [each.detach() for each in parameters]}, buffer)
+        write_atomically(kept, buffer.getvalue())
+
+    def _continued(
+        self, kept: Path, run: str, parameters: list[torch.Tensor], optimizer: Any
+    ) -> tuple[int, list[float]]:
+        """The steps that an earlier run has taken, and their losses."""
+        import torch
+
+        if not kept.exists():
+            return 0, []
+        try:
+            content = torch.load(kept, map_location=self._device, weights_only=True)
+        except (OSError, RuntimeError, ValueError, EOFError, KeyError):  # of another program, or damaged
+            return 0, []
+        if content.get("run") != run:
+            return 0, []
+        optimizer.load_state_dict(content["optimizer"])
+        with torch.no_grad():
+            for parameter, before in zip(parameters, content["parameters"], strict=True):
+                parameter.copy_(before)
+        return content["step"], content["losses"]
+
+    # ---- the result -----------------------------------------------------------------------------------------------
+
+    def result(self) -> Checkpoint:
+        """The checkpoint with the trained scales, to be written."""
+        entries: dict[str, Entry] = {name: self._checkpoint.entry(name) for name in self._checkpoint}
+        for matrix, trained in self.trained.items():
+            name, rows = f"{matrix.name}.weight", self._rows(matrix)
+            assert rows is not None
+            own = self._source.tensors.origins.get(name, name)
+            tensor = trained.tensor().take_rows(np.argsort(rows))
+            entries[own] = _held(own, tensor)
+        view = self._checkpoint.view(entries, [*entries])
+        view.origins, view.files = {}, []  # no file has these bytes, so that no other run may continue with them
+        return view
+
+
+def _held(name: str, tensor: QuantizedTensor) -> HeldMatrix:
+    format: Format = tensor.format
+    return HeldMatrix(name, format, tensor.shape, tensor.group_size, False, lambda: tensor)
+
+
+def _layout(checkpoint: Checkpoint) -> str:
+    """The layout of the quantized matrices of a checkpoint."""
+    if is_gguf(checkpoint):
+        return "gguf"
+    found: Mapping[str, None] = dict.fromkeys(
+        about.layout for about in map(checkpoint.describe, checkpoint) if about.format is not None
+    )
+    return next((layout for layout in found if layout in TARGETS), "billfish")
