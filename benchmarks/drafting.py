@@ -3,8 +3,8 @@
 SmolLM2-135M-Instruct, greedy. Every drafted answer is compared with the plain one: they must be the same.
 
 With --device cuda it also times decode steps of a random model with the sizes of Llama-3-8B, by the rows that a
-sequence has in them. A random model has no answers: how many drafts are right comes from SmolLM2, and is replayed with
-these times.
+sequence has in them, with CUDA events. A random model has no answers: how many drafts are right comes from SmolLM2, and
+is replayed with these times. --steps times these steps alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import platform
 import statistics
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +19,10 @@ from typing import Any, NamedTuple
 from benchmarks import command, machine, records
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import _cpu
+from billfish.backends.cuda.driver import check, current, driver
 from billfish.core.typing import Activations
 from billfish.llm import load
+from billfish.llm.cuda import CudaDecoder
 from billfish.llm.drafting.drafter import MOST_DRAFTED, Controller
 from billfish.llm.drafting.ngram import NgramDrafter
 from billfish.llm.generation import Generation
@@ -78,7 +79,7 @@ WORKLOADS = {
     "free text": Workload("Once upon a time, in a small village at the edge of a dark forest, there lived"),
 }
 TOKENS, ROUNDS = 160, 5
-STEPS, CONTEXT = 40, 512  # that are timed of each number of rows, behind so many tokens
+STEPS, CONTEXT = 16, 512  # that are timed together of each number of rows, each behind so many tokens
 
 
 def answer(model: Model, workload: str, draft: str | None, activations: Activations | None) -> Generation:
@@ -114,22 +115,41 @@ def measure(model: Model, workload: str, activations: Activations | None, rounds
 # ---- the rows of a step ----------------------------------------------------------------------------------------------
 
 
-def step_seconds(model: Model, rows: Sequence[int]) -> dict[int, float]:
-    """How long a step takes with so many rows of a sequence, in turns; and as key 0 a token of an answer without
-    drafts, where the next step may begin before its token is read."""
-    decoder, cache = model.decoder, model.cache()
-    sampler = Sampling().sampler()
-    decoder.choose([(cache, [5 + i % 1000 for i in range(CONTEXT)])], [sampler], None)
-    found: dict[int, list[float]] = {count: [] for count in (0, *rows)}
-    for _ in range(STEPS):
+def device_seconds(model: Model, rows: Sequence[int], rounds: int) -> dict[int, list[float]]:
+    """What a step takes on the GPU with so many rows of one sequence, by CUDA events, in turns: STEPS sequences have
+    one step each, all submitted before the first has ended, so that the GPU does not wait for the host."""
+    decoder = model.decoder
+    assert isinstance(decoder, CudaDecoder)
+    caches, samplers = [model.cache() for _ in range(STEPS)], [Sampling().sampler() for _ in range(STEPS)]
+    for cache, sampler in zip(caches, samplers, strict=True):
+        decoder.choose([(cache, [5 + i % 200 for i in range(CONTEXT)])], [sampler], None)
+    found: dict[int, list[float]] = {count: [] for count in rows}
+    with current(0):
+        first, last = (driver().CUevent(int(check(driver().cuEventCreate(0), "an event"))) for _ in range(2))
+    for _ in range(rounds):
         for count in rows:
-            started = time.perf_counter()
-            decoder.verify([(cache, [7])], [sampler], [[9] * (count - 1)], None)
-            found[count].append(time.perf_counter() - started)
-            cache.rollback(CONTEXT)
-    plain = model.generate([7] * CONTEXT, max_tokens=4 * STEPS, temperature=0)
-    seconds = {count: statistics.median(times) for count, times in found.items() if times}
-    return {0: plain.generation_seconds / (len(plain.tokens) - 1), **seconds}
+            with current(0):
+                check(driver().cuEventRecord(first, decoder.stream), "an event")
+            pending = [
+                decoder.submit([(cache, [7])], [sampler], None, [[9] * (count - 1)])
+                for cache, sampler in zip(caches, samplers, strict=True)
+            ]
+            with current(0):
+                check(driver().cuEventRecord(last, decoder.stream), "an event")
+            for step in pending:
+                step.choices()
+            with current(0):
+                check(driver().cuEventSynchronize(last), "waiting for the device")
+                found[count].append(check(driver().cuEventElapsedTime(first, last), "an event") / 1e3 / STEPS)
+            for cache in caches:
+                cache.rollback(CONTEXT)
+    return found
+
+
+def answer_seconds(model: Model) -> float:
+    """A token of an answer without drafts, where the next step begins before its token is read."""
+    plain = model.generate([7] * CONTEXT, max_tokens=160, temperature=0)
+    return plain.generation_seconds / (len(plain.tokens) - 1)
 
 
 def replay(prompt: Sequence[int], tokens: Sequence[int], seconds: Mapping[int, float]) -> float:
@@ -150,36 +170,55 @@ def replay(prompt: Sequence[int], tokens: Sequence[int], seconds: Mapping[int, f
     return (len(tokens) - 1) * seconds[0] / passed
 
 
-def rows_of_8b(model: Model) -> dict[str, Any]:
-    """Step times of an 8B model, and what SmolLM2's answers would gain with them."""
+def random_8b(device: str) -> Model:
+    """A random model with the sizes of Llama-3-8B."""
     from benchmarks.random_model import SHAPES, write_random_model
 
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "model.gguf"
         write_random_model(path, SHAPES["8b"])
-        large = load(path, device=model.decoder.device)
-    seconds = step_seconds(large, range(1, MOST_DRAFTED + 2))
-    gains = {}
-    for name, workload in WORKLOADS.items():
-        prompt = model.tokenize(workload.prompt)
-        gains[name] = replay(prompt, answer(model, name, None, None).tokens, seconds)
-    return {"step_seconds": seconds, "replayed": gains}
+        return load(path, device=device)
 
 
-def measured(device: str, threads: int, rounds: int) -> dict[str, Any]:
-    """The records of this machine."""
+def steps_of_8b(device: str, rounds: int) -> dict[str, Any]:
+    """How long steps of an 8B model take by their rows; each with the bits of a row alone, and with the fastest."""
+    model, found = random_8b(device), dict[str, Any]()
+    for invariant in (True, False):
+        BACKENDS["cuda"].batch_invariant = invariant
+        model.decoder.warm(MOST_DRAFTED + 1, None)
+        seconds = device_seconds(model, range(1, MOST_DRAFTED + 2), rounds)
+        medians = {rows: statistics.median(times) for rows, times in seconds.items()}
+        found["batch_invariant" if invariant else "fastest"] = {
+            "device_seconds": medians,
+            "of_one_row": {rows: each / medians[1] for rows, each in medians.items()},
+            "answer_seconds": answer_seconds(model),
+        }
+    return found
+
+
+def measured(device: str, threads: int, rounds: int, only_steps: bool) -> dict[str, Any]:
+    """The records of this machine. only_steps: those of the 8B model alone."""
     about = {"machine": platform.machine(), "cpu": machine.cpu_name(), "threads": threads}
     more: dict[str, Any] = {}
     kinds: tuple[Activations | None, ...] = ("q8", "q16")
     if device == "cpu":
         _cpu.set_threads(threads)
     else:
-        BACKENDS["cuda"].batch_invariant, kinds = True, (None,)
-    model = load(device=device)
-    found = [measure(model, workload, kind, rounds) for kind in kinds for workload in WORKLOADS]
-    if device != "cpu":
-        more["8b"] = rows_of_8b(model)
-    about |= {"kernels": model.decoder.kernels, **machine.versions("numpy"), **machine.today()}
+        kinds, more["8b"] = (None,), steps_of_8b(device, rounds)
+        BACKENDS["cuda"].batch_invariant = True
+    found = list[dict[str, Any]]()
+    if not only_steps:
+        model = load(device=device)
+        found = [measure(model, workload, kind, rounds) for kind in kinds for workload in WORKLOADS]
+        if device != "cpu":
+            steps = more["8b"]["batch_invariant"]
+            seconds = {0: steps["answer_seconds"], **steps["device_seconds"]}
+            more["8b"]["replayed"] = {
+                name: replay(model.tokenize(workload.prompt), answer(model, name, None, None).tokens, seconds)
+                for name, workload in WORKLOADS.items()
+            }
+        about["kernels"] = model.decoder.kernels
+    about |= {**machine.versions("numpy"), **machine.today()}
     return {"about": about, "records": found, **more}
 
 
@@ -187,8 +226,11 @@ def main() -> None:
     parser = command.parser(__spec__, __doc__, threads=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"rounds in turns (default: {ROUNDS})")
+    parser.add_argument(
+        "--steps", action="store_true", help="on a GPU, time the steps of the 8B model alone (default: off)"
+    )
     flags = parser.parse_args()
-    results = measured(flags.device, flags.threads, flags.rounds)
+    results = measured(flags.device, flags.threads, flags.rounds, flags.steps)
     for record in results["records"]:
         plain, drafted = record["plain_tok_per_s"], record["ngram_tok_per_s"]
         print(
@@ -196,13 +238,13 @@ def main() -> None:
             end="",
         )
         print(f", ratio {record['ratio']:.2f}, {record['tokens_per_step']:.2f} tokens a step")
-    if "8b" in results:
-        seconds = results["8b"]["step_seconds"]
-        print(f"8B, a token without drafts {seconds[0] * 1e6:.0f} us")
-        for rows in range(1, MOST_DRAFTED + 2):
-            print(f"8B, {rows} rows {seconds[rows] * 1e6:.0f} us, {seconds[rows] / seconds[1]:.3f} of one row")
-        for workload, gain in results["8b"]["replayed"].items():
-            print(f"8B, {workload}: {gain:.2f} times plain")
+    for kind in ("batch_invariant", "fastest") if "8b" in results else ():
+        steps = results["8b"][kind]
+        print(f"8B {kind}, a token without drafts {steps['answer_seconds'] * 1e6:.0f} us")
+        for rows, seconds in steps["device_seconds"].items():
+            print(f"8B {kind}, {rows} rows {seconds * 1e6:.0f} us, {steps['of_one_row'][rows]:.3f} of one row")
+    for workload, gain in results.get("8b", {}).get("replayed", {}).items():
+        print(f"8B, {workload}: {gain:.2f} times plain")
     records.write(flags.json, results)
 
 

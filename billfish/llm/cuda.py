@@ -218,6 +218,11 @@ class CudaDecoder(Decoder):
         return self._pool
 
     @property
+    def stream(self) -> int:
+        """The CUDA stream of all steps."""
+        return self._stream.pointer
+
+    @property
     def captures(self) -> int:
         return self._steps.captures
 

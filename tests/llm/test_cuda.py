@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_routing import clear_text
+from draft_matrix import BATCHES, DRAFTERS, SAMPLING, Matrix, prompts_of
 from llm_architectures import MODELS
 from llm_architectures import write_model as write_architecture
 from llm_models import Small, write_model
@@ -17,6 +18,7 @@ from llm_text import samples
 from serving_support import submit
 
 import billfish as bf
+from billfish.backends import BACKENDS
 from billfish.backends.cuda.driver import device, free_bytes
 from billfish.core.errors import BackendUnavailable
 from billfish.llm import Model, default_model, load
@@ -302,3 +304,20 @@ def test_predictions_are_no_farther_from_float32_than_float16s_are(tmp_path):
         theirs.append(divergence(truth, logits))
     print(f"KL divergence from float32: {np.mean(ours):.2e}, transformers in float16 {np.mean(theirs):.2e}")
     assert np.mean(ours) <= 1.5 * np.mean(theirs)
+
+
+# ---- drafts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise("numerics", "a drafted answer equals the plain one to the bit, alone and in a batch")
+@pytest.mark.parametrize(
+    ("name", "format"), [("llama3", "q4_0"), ("llama3", "q4_k"), ("gemma4", "q8_0"), ("gpt-oss", "mxfp4")]
+)
+def test_drafted_answers_are_the_plain_ones(tmp_path, monkeypatch, name, format):
+    monkeypatch.setattr(BACKENDS["cuda"], "batch_invariant", True)
+    write_architecture(tmp_path, name)
+    model, small = (load(tmp_path, device="cuda", quantize=each, method="rtn") for each in (format, "q8_0"))
+    matrix = Matrix(model, small, None, prompts_of(20, model.config.vocabulary))
+    counts = [matrix.count(*case) for case in itertools.product(DRAFTERS, SAMPLING, BATCHES)]
+    assert [each for each in counts if each["differing"]] == []
+    assert all(each["drafted"] > each["accepted"] > 0 for each in counts if each["drafter"] == "oracle")

@@ -1,0 +1,61 @@
+"""Drafted answers equal plain ones, to the bit, in every format, alone and in a batch."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from draft_matrix import BATCHES, DRAFTERS, SAMPLING, Matrix, prompts_of
+from llm_architectures import write_model
+
+from billfish.core.format import FORMATS
+from billfish.llm import load
+
+ACTIVATIONS = ("q8", "exact", "q16")
+CASES = [*product(DRAFTERS, SAMPLING, BATCHES)]
+
+
+def pairs() -> list[tuple[str, str, tuple[str, str, int]]]:
+    """Each format once, with neighbours in the lists of all else, so that every two values meet."""
+    made = []
+    for i, format in enumerate(FORMATS):
+        activations, (drafter, sampling, batch) = ACTIVATIONS[i % 3], CASES[5 * i % len(CASES)]
+        # In q16 the bits of a row depend on the rows of a batch, with and without drafts.
+        made.append((format, activations, (drafter, sampling, 1 if activations == "q16" else batch)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def matrix_of(tmp_path_factory):
+    folder, made = tmp_path_factory.mktemp("models"), {}
+    write_model(folder, "llama3")
+
+    def model(format: str):
+        if format not in made:
+            made[format] = load(folder, device="cpu", quantize=format, method="rtn")
+        return made[format]
+
+    def matrix(format: str, activations: str, count: int) -> Matrix:
+        prompts = prompts_of(count, model("q8_0").config.vocabulary)
+        return Matrix(model(format), model("q8_0"), activations, prompts)
+
+    return matrix
+
+
+def check(counts: list[dict]) -> None:
+    assert [each for each in counts if each["differing"]] == []
+    assert all(each["drafted"] > each["accepted"] > 0 for each in counts if each["drafter"] == "oracle")
+
+
+@pytest.mark.promise("numerics", "a drafted answer equals the plain one to the bit, alone and in a batch")
+@pytest.mark.parametrize(("format", "activations", "case"), pairs())
+def test_drafted_answers_are_the_plain_ones(matrix_of, format, activations, case):
+    check([matrix_of(format, activations, 6).count(*case)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_200_drafted_answers_are_the_plain_ones(matrix_of, format, activations):
+    matrix = matrix_of(format, activations, 200)
+    check([matrix.count(*case) for case in CASES if activations != "q16" or case[-1] == 1])
