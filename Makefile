@@ -111,9 +111,9 @@ build/clients/requirements.stamp: tests/in_clients/requirements.txt | $(BIN)/pyt
 	build/clients/bin/pip install --quiet --disable-pip-version-check -r tests/in_clients/requirements.txt
 	touch $@
 
-# Claude Code, Codex and OpenCode against the server, whose model says what a script says: tests/in_clients/agents.py. Needs npm.
+# Claude Code, Codex and OpenCode against the server, whose model says what a script says: tests/in_clients/coding_agents.py. Needs npm.
 test-agents: $(VENV)/test.stamp build/agents/node_modules/package.stamp
-	$(BIN)/python tests/in_clients/agents.py build/agents
+	$(BIN)/python tests/in_clients/coding_agents.py build/agents
 
 build/agents/node_modules/package.stamp: tests/in_clients/package.json
 	mkdir -p build/agents

@@ -98,9 +98,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "are allowed, against DNS rebinding (default: none)",
     )
     parser.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="site whose pages may use the server from a browser, such as https://chat.example.com; localhost for "
+        "all of this machine, * for all that have an API key; may be repeated (default: none)",
+    )
+    parser.add_argument(
         "--strict-fields",
         action="store_true",
         help="refuse requests with unknown fields instead of ignoring these (default: off)",
+    )
+    parser.add_argument(
+        "--reasoning-effort",
+        choices=["none", "minimal", "low", "medium", "high", "xhigh"],
+        help="reasoning effort of requests that name none; none turns thoughts off (default: as the model does)",
     )
     parser.add_argument(
         "--fronts",
@@ -134,6 +147,9 @@ def run(arguments: argparse.Namespace) -> None:
         return given if arguments.api_key_file is None else given | read_keys(arguments.api_key_file)
 
     keys = all_keys()
+    if "*" in arguments.cors_origin and not keys:
+        wanted = "it beside API keys; without, every page could use the model"
+        raise DataError(bad_argument("serve", "--cors-origin", "*", wanted))
     reread = all_keys if arguments.api_key_file is not None and hasattr(signal, "SIGHUP") else None
     with listen(arguments.host, arguments.port) as listening:
         set_threads("serve", arguments.threads)
@@ -162,18 +178,26 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"{name} on {url}: {about}, {model.decoder.about}")
             print(_who(arguments.host, bool(keys)), flush=True)
 
-        options = {"hosts": arguments.allow_host, "share_prefixes": arguments.share_prefixes}
+        options = {
+            "hosts": arguments.allow_host,
+            "origins": arguments.cors_origin,
+            "share_prefixes": arguments.share_prefixes,
+        }
         options["access_log"] = not arguments.no_access_log
         try:
             if fronts:
-                strict = {"strict_fields": arguments.strict_fields, "keys": keys.digests, "fronts": fronts}
+                strict = {
+                    "strict_fields": arguments.strict_fields,
+                    "effort": arguments.reasoning_effort,
+                    "keys": keys.digests,
+                    "fronts": fronts,
+                }
                 strict["adapters"] = list(model.adapters)
                 told = Configure(path=str(model.path), name=name, **facts._asdict(), **strict, **options)
                 Fronts(host, listening, told, announce, reread).run()
             else:
-                service = Service(
-                    EngineClient(model.tokenizer), model, facts, name, strict_fields=arguments.strict_fields
-                )
+                asking = {"strict_fields": arguments.strict_fields, "effort": arguments.reasoning_effort}
+                service = Service(EngineClient(model.tokenizer), model, facts, name, **asking)
                 service.warm_up()
                 Server(host, service, keys, announce, **options, read_keys=reread).run([listening])
                 service.close()

@@ -205,7 +205,9 @@ def llama_index() -> None:
 def pydantic_ai() -> None:
     from pydantic import BaseModel
     from pydantic_ai import Agent
+    from pydantic_ai.models.anthropic import AnthropicModel
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
     from pydantic_ai.providers.openai import OpenAIProvider
 
     class City(BaseModel):
@@ -216,6 +218,7 @@ def pydantic_ai() -> None:
     for model in (
         OpenAIChatModel(MODEL, provider=provider),
         OpenAIResponsesModel(MODEL, provider=provider),
+        AnthropicModel(MODEL, provider=AnthropicProvider(base_url=URL, api_key="none")),
     ):
         assert Agent(model, model_settings={"max_tokens": 8}).run_sync(ASKED).output
         made = Agent(model, output_type=City, model_settings={"max_tokens": 200}, retries=3).run_sync(ASKED).output
@@ -292,6 +295,10 @@ def dspy() -> None:
     assert model(ASKED)
     (made,) = model(ASKED, response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}})
     assert "days" in str(made)
+    # A signature, whose fields become a schema.
+    library.configure(lm=model, adapter=library.JSONAdapter())
+    found = library.Predict("question -> city: str, large: bool", max_tokens=200)(question=ASKED)
+    assert isinstance(found.large, bool)
 
 
 def haystack() -> None:
@@ -342,6 +349,43 @@ def agno() -> None:
     Agent(model=model, tools=[weather], telemetry=False).run(ASKED)
 
 
+def semantic_kernel() -> None:
+    from openai import AsyncOpenAI
+    from semantic_kernel.connectors.ai.function_choice_behavior import FunctionChoiceBehavior
+    from semantic_kernel.connectors.ai.open_ai import (
+        OpenAIChatCompletion,
+        OpenAIChatPromptExecutionSettings,
+        OpenAITextEmbedding,
+    )
+    from semantic_kernel.contents import ChatHistory
+    from semantic_kernel.functions import kernel_function
+    from semantic_kernel.kernel import Kernel
+
+    class Tools:
+        @kernel_function(name="weather", description="The weather")
+        def weather(self, city: str) -> str:
+            return f"sun in {city}"
+
+    async def run() -> None:
+        client = AsyncOpenAI(base_url=V1, api_key="none", max_retries=0)
+        service = OpenAIChatCompletion(ai_model_id=MODEL, async_client=client)
+        history = ChatHistory()
+        history.add_user_message(ASKED)
+        short = OpenAIChatPromptExecutionSettings(max_tokens=8)
+        assert (await service.get_chat_message_contents(history, short))[0].content
+        assert [part async for part in service.get_streaming_chat_message_contents(history, short)]
+        kernel = Kernel()
+        kernel.add_plugin(Tools(), "tools")
+        forced = FunctionChoiceBehavior.Required(auto_invoke=False)
+        settings = OpenAIChatPromptExecutionSettings(max_tokens=200, function_choice_behavior=forced)
+        (said,) = await service.get_chat_message_contents(history, settings, kernel=kernel)
+        assert said.items[0].function_name == "weather"
+        embedding = OpenAITextEmbedding(ai_model_id=MODEL, async_client=client)
+        assert len(await embedding.generate_embeddings(["a", "b"])) == 2
+
+    asyncio.run(run())
+
+
 def llm_command() -> None:
     """The command `llm` of Simon Willison."""
     import pathlib
@@ -376,6 +420,7 @@ CLIENTS = {
     "haystack-ai": haystack,
     "autogen-ext": autogen,
     "agno": agno,
+    "semantic-kernel": semantic_kernel,
     "llm": llm_command,
 }
 

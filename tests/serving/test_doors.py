@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from typing import Any
 
 import pytest
@@ -232,7 +233,78 @@ def test_tokens_and_templates(server):
     assert ok(server, "/tokenize", {"messages": ASKED})["count"] == len(server.model.encode(ASKED))
     assert ok(server, "/detokenize", {"tokens": tokenizer.encode("abba")})["content"] == "abba"
     assert send(server.url, "/detokenize", {"tokens": [999]})[0] == 400
-    assert ok(server, "/apply-template", {"messages": ASKED})["prompt"] == server.model.template.render(ASKED)
+    rendered = server.model.template.render(ASKED)
+    assert ok(server, "/apply-template", {"messages": ASKED})["prompt"] == rendered
+    unbegun = ok(server, "/apply-template", {"messages": ASKED, "add_generation_prompt": False})["prompt"]
+    assert unbegun == rendered.removesuffix("<|assistant|>")
+    counted = ok(server, "/v1/chat/completions/input_tokens", {"messages": ASKED})
+    assert counted == {"input_tokens": len(server.model.encode(ASKED))}
+    both = {"messages": [*ASKED, {"role": "assistant", "content": "a"}], "max_tokens": 1}
+    both |= {"add_generation_prompt": True, "continue_final_message": True}
+    assert send(server.url, "/v1/chat/completions", both)[0] == 400
+
+
+def test_paths_without_a_version(server):
+    body = {"messages": ASKED, "max_tokens": 3, "temperature": 0}
+    short, whole = ok(server, "/chat/completions", body), ok(server, "/v1/chat/completions", body)
+    assert short["choices"] == whole["choices"]
+    assert short["system_fingerprint"] == whole["system_fingerprint"]
+    assert send(server.url, "/v2/chat/completions", body)[0] == 404
+
+
+def test_texts_among_tokens_and_in_objects(server):
+    """As llama.cpp's server takes them."""
+    encode = server.model.tokenizer.encode
+    forms = [
+        "abba",
+        {"prompt_string": "abba"},
+        {"content": [{"type": "text", "text": "ab"}, {"type": "text", "text": "ba"}]},
+    ]
+    expected, *others = (each["embedding"] for each in ok(server, "/v1/embeddings", {"input": forms})["data"])
+    assert others == [expected, expected]
+    mixed = [*encode("ab"), "ba", *encode("ab", start=False)]
+    tokens = [*encode("ab"), *encode("ba", start=False), *encode("ab", start=False)]
+    found = [ok(server, "/v1/embeddings", {"input": each})["data"][0]["embedding"] for each in (mixed, tokens)]
+    assert found[0] == found[1]
+    for wrong in ({"content": "ab"}, {"content": [{"type": "image_url"}]}, {"other": "ab"}, {"prompt_string": 1}, {}):
+        assert send(server.url, "/v1/embeddings", {"input": wrong})[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("begins", "off"),
+    [
+        ("<think>\n", "</think>"),  # a template that always thinks: its thought is closed
+        ("{% if enable_thinking %}<think>\n{% else %}<think></think>{% endif %}", ""),  # it has a switch
+        ("", "<think></think>"),  # the model begins thoughts itself
+    ],
+)
+def test_thoughts_are_off_with_any_template(tmp_path, begins, off):
+    template = (
+        "{% for message in messages %}<|{{ message.role }}|>{% if message.reasoning_content %}<think>"
+        "{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>" + begins + "{% endif %}"
+    )
+    file = tmp_path / "small.gguf"
+    write_model(file, Small(template=template, context=256))
+    with serving(file, streams=1) as server:
+        kept = {"enable_thinking": False, "thinking": False, "reasoning_effort": "low"}
+        expected = server.model.template.render(ASKED, **kept) + off
+        server.service.effort = "none"  # --reasoning-effort
+        assert ok(server, "/apply-template", {"messages": ASKED})["prompt"] == expected
+        answer = ok(server, "/v1/chat/completions", {"messages": ASKED, "max_tokens": 4, "temperature": 0})
+        message = answer["choices"][0]["message"]
+        assert "reasoning_content" not in message
+
+
+def test_a_day_for_templates_that_want_one(tmp_path):
+    file = tmp_path / "small.gguf"
+    write_model(file, Small(template="{{ date_string }} {{ datetime }} {{ messages[0].content }}", context=256))
+    with serving(file, streams=1) as server:
+        prompt = ok(server, "/apply-template", {"messages": ASKED})["prompt"]
+        given = {"messages": ASKED, "chat_template_kwargs": {"date_string": "then"}}
+        assert ok(server, "/apply-template", given)["prompt"].startswith("then ")
+    today = date.today()
+    assert prompt == f"{today:%d %b %Y} {today:%b %d %Y} abba"
 
 
 def test_documents_are_ranked_by_their_vectors(server):
@@ -241,6 +313,9 @@ def test_documents_are_ranked_by_their_vectors(server):
     assert len(found["results"]) == 2
     assert found["results"][0]["index"] == 0
     assert found["results"][0]["relevance_score"] == pytest.approx(1, abs=1e-3)
+    # As text-embeddings-inference has it.
+    listed = ok(server, "/rerank", {"query": "ab", "texts": ["ab", "something else"], "return_text": True})
+    assert listed[0] == {"index": 0, "score": pytest.approx(1, abs=1e-3), "text": "ab"}
 
 
 # ---- thoughts, calls and text in each API ---------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""The chat at / in a real browser: send, stream, stop, begin anew, a key; and nothing that a model writes is HTML."""
+"""The chat at / in a real browser: send, stream, stop, make anew, keep, a key, calls, Markdown; and nothing that a
+model writes is HTML."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    made = browser(tmp_path_factory.mktemp("profile"), 390, 844)  # a phone
+    made = browser(tmp_path_factory.mktemp("profile"), 390, 844)  # a phone: a window cannot be so narrow
+    phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    made.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
     yield made
     made.quit()
 
@@ -62,7 +65,7 @@ def say(driver: object, text: str) -> None:
 
 def articles(driver: object) -> list[tuple[str, str]]:
     found = driver.find_elements(By.CSS_SELECTOR, "#log article")
-    return [(each.get_attribute("class"), each.find_element(By.TAG_NAME, "span").text) for each in found]
+    return [(each.get_attribute("class"), each.find_element(By.CLASS_NAME, "said").text) for each in found]
 
 
 def idle(driver: object) -> bool:
@@ -94,20 +97,174 @@ def test_a_chat(driver, server, monkeypatch):
     wait(driver, lambda: idle(driver) and len(articles(driver)) == 2)
     assert seen[0] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "ab"}]
     expected = "".join(server.model.generate(seen[0], max_tokens=CONTEXT, activations="exact"))
-    shown = driver.execute_script("return document.querySelectorAll('#log article span')[1].textContent")
-    assert shown == expected
+    assert kept(driver)[0]["messages"][1]["content"] == expected
     assert re.match(r"\d+ tokens", driver.find_element(By.CSS_SELECTOR, "article small").text)
     # The conversation goes on, and begins anew.
     say(driver, "b")
     wait(driver, lambda: idle(driver) and len(articles(driver)) == 4)
     assert [message["role"] for message in seen[-1]] == ["system", "user", "assistant", "user"]
     assert seen[-1][2]["content"] == expected
+    find(driver, "chats-button").click()
     find(driver, "new").click()
     assert articles(driver) == []
     say(driver, "a")
     wait(driver, lambda: len(articles(driver)) == 2)
     wait(driver, lambda: idle(driver))
     assert [message["role"] for message in seen[-1]] == ["system", "user"]
+
+
+def test_chats_and_settings_are_kept_in_the_browser(driver, server):
+    driver.get(server.url)
+    driver.execute_script("localStorage.clear()")
+    driver.get(server.url)
+    driver.find_element(By.TAG_NAME, "summary").click()
+    find(driver, "top_k").send_keys("1" + Pressed.TAB)
+    answers_with(driver, stream_of({"content": "first"}))
+    say(driver, "one")
+    wait(driver, lambda: idle(driver) and len(articles(driver)) == 2)
+    find(driver, "chats-button").click()
+    find(driver, "new").click()
+    answers_with(driver, stream_of({"content": "second"}))
+    say(driver, "two")
+    wait(driver, lambda: idle(driver) and len(articles(driver)) == 2)
+    assert [chat["title"] for chat in kept(driver)] == ["two", "one"]
+    driver.get(server.url)
+    assert articles(driver) == []
+    assert find(driver, "top_k").get_attribute("value") == "1"
+    titles = "return [...document.querySelectorAll('#chats li button:first-child')].map((each) => each.textContent)"
+    assert driver.execute_script(titles) == ["two", "one"]
+    find(driver, "chats-button").click()
+    driver.find_elements(By.CSS_SELECTOR, "#chats li button")[2].click()
+    assert articles(driver) == [("user", "one"), ("assistant", "first")]
+    # It goes on, and the settings are sent.
+    answers_with(driver, stream_of({"content": "third"}))
+    say(driver, "three")
+    wait(driver, lambda: idle(driver) and len(articles(driver)) == 4)
+    sent = json.loads(driver.execute_script("return window.asked"))
+    assert sent["top_k"] == 1
+    assert [message["content"] for message in sent["messages"]] == ["one", "first", "three"]
+    assert "temperature" not in sent
+    find(driver, "chats-button").click()
+    for _ in range(2):
+        driver.find_elements(By.CSS_SELECTOR, "#chats li button")[1].click()
+    assert kept(driver) == []
+
+
+def test_an_answer_is_made_anew_and_a_question_is_edited(driver, server):
+    driver.get(server.url)
+    answers_with(driver, stream_of({"content": "one answer"}))
+    say(driver, "a question")
+    wait(driver, lambda: idle(driver) and len(articles(driver)) == 2)
+    answers_with(driver, stream_of({"content": "another"}))
+    find(driver, "again").click()
+    wait(driver, lambda: idle(driver) and articles(driver)[-1:] == [("assistant", "another")])
+    assert articles(driver) == [("user", "a question"), ("assistant", "another")]
+    assert len(json.loads(driver.execute_script("return window.asked"))["messages"]) == 1
+    find(driver, "edit").click()
+    assert articles(driver) == []
+    assert find(driver, "prompt").get_attribute("value") == "a question"
+
+
+def test_thoughts_are_folded_and_calls_get_results(driver, server):
+    driver.get(server.url)
+    call = {"index": 0, "id": "call1", "type": "function", "function": {"name": "weather", "arguments": ""}}
+    pieces = [{"index": 0, "function": {"arguments": text}} for text in ('{"city": ', '"Paris"}')]
+    deltas = [{"reasoning_content": "Hm, "}, {"reasoning_content": "so."}, {"content": "Let me look."}]
+    answers_with(driver, stream_of(*deltas, *({"tool_calls": [each]} for each in (call, *pieces))))
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    driver.execute_script("document.getElementById('tools').value = arguments[0]", json.dumps(tools))
+    say(driver, "ab")
+    wait(driver, lambda: idle(driver) and len(articles(driver)) == 2)
+    assert json.loads(driver.execute_script("return window.asked"))["tools"] == tools
+    thoughts = driver.find_element(By.CSS_SELECTOR, "article .thoughts")
+    assert thoughts.text == "Thoughts"
+    thoughts.find_element(By.TAG_NAME, "summary").click()
+    assert thoughts.text == "Thoughts\nHm, so."
+    box = driver.find_element(By.CSS_SELECTOR, "article .call")
+    assert "Calls weather" in box.text
+    assert '{"city": "Paris"}' in box.text
+    box.find_element(By.TAG_NAME, "textarea").send_keys("sun")
+    answers_with(driver, stream_of({"content": "It is sunny."}))
+    find(driver, "results").click()
+    wait(driver, lambda: idle(driver) and len(articles(driver)) == 3)
+    _, answer, result = json.loads(driver.execute_script("return window.asked"))["messages"]
+    assert result == {"role": "tool", "tool_call_id": "call1", "content": "sun"}
+    assert answer["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"}'
+    assert answer["reasoning_content"] == "Hm, so."
+    driver.execute_script("document.getElementById('tools').value = 'no list'")
+    say(driver, "b")
+    assert "list" in find(driver, "problem").text
+
+
+MARKDOWN = """# Title
+A *short* **text** with `code` and https://example.com/a_b.
+
+- one
+  1. inner
+- two
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+> said
+
+```python
+for i in "ab":  # twice
+    pass
+```
+[good](https://example.com) [bad](javascript:alert`1`) [worse](data:text/html,x) 2 * 3 * 4, snake_case_name"""
+
+
+def test_markdown_and_code(driver, server):
+    driver.get(server.url)
+    answers_with(driver, stream_of(*({"content": character} for character in MARKDOWN)))
+    say(driver, "ab")
+    wait(driver, lambda: idle(driver) and len(articles(driver)) == 2)
+
+    def texts(selector: str) -> list[str]:
+        return [each.text for each in driver.find_elements(By.CSS_SELECTOR, f"article.assistant .said {selector}")]
+
+    assert texts("h3") == ["Title"]
+    assert (texts("em"), texts("strong"), texts("p > code")) == (["short"], ["text"], ["code", "1"])
+    assert texts("ul > li > ol > li") == ["inner"]
+    assert texts("ul > li")[1] == "two"
+    assert (texts("th"), texts("td")) == (["a", "b"], ["1", "2"])
+    assert texts("blockquote") == ["said"]
+    assert texts("pre") == ['for i in "ab":  # twice\n    pass']
+    assert (texts(".keyword"), texts(".string"), texts(".comment")) == (["for", "in", "pass"], ['"ab"'], ["# twice"])
+    links = driver.find_elements(By.CSS_SELECTOR, "article.assistant a")
+    assert [each.get_attribute("href") for each in links] == ["https://example.com/a_b", "https://example.com/"]
+    assert {each.get_attribute("rel") for each in links} == {"noopener noreferrer nofollow"}
+    assert "[bad](javascript:alert1) [worse](data:text/html,x) 2 * 3 * 4, snake_case_name" in texts("p")[-1]
+
+
+def test_hostile_markdown_ends_soon(driver, server):
+    driver.get(server.url)
+    lines = ["`" * 30000, "*a " * 20000, "[" * 30000, "> " * 5000, "- " * 5000, "|" * 20000, "[a](" * 10000]
+    script = "const now = performance.now(); blocksOf(arguments[0]).forEach(drawBlock); return performance.now() - now"
+    for line in [*lines, "\n".join(lines), "```js\n" + "/*" * 30000, "```py\n" + '"' * 30001]:
+        assert driver.execute_script(script, line) < 5000
+
+
+def kept(driver: object) -> list[dict[str, object]]:
+    """The chats in the browser's storage."""
+    return json.loads(driver.execute_script("return localStorage.getItem('billfish.chats') ?? '[]'"))
+
+
+def stream_of(*deltas: dict[str, object]) -> str:
+    events = [json.dumps({"choices": [{"delta": delta}]}) for delta in deltas]
+    return "".join(f"data: {each}\n\n" for each in [*events, "[DONE]"])
+
+
+def answers_with(driver: object, body: str) -> None:
+    """The page's requests for chats get this answer, and are kept in `asked`."""
+    driver.execute_script(
+        """window.fetch = async (url, options) => {
+          if (String(url).includes("chat")) window.asked = options.body;
+          return new Response(arguments0);
+        };""".replace("arguments0", json.dumps(body))
+    )
 
 
 def test_stop_cancels_the_answer(driver, server, monkeypatch):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
+from billfish.core.version import __version__
 from billfish.llm.conversation.answer_grammar import Function
 from billfish.llm.conversation.events import Call, CallArguments, CallBegin, Event, Text, Thought
 from billfish.llm.detokenizer import MOST_ALTERNATIVES, Token
@@ -157,6 +158,7 @@ class ChatBody(Options, kw_only=True):
     reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] = {}
     continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
     modalities: list[Literal["text"]] = []
 
 
@@ -175,6 +177,8 @@ def conversation_of(body: ChatBody, alternatives: int | None = None) -> Conversa
     goes_on = body.continue_final_message
     if goes_on and not isinstance(body.messages[-1], Assistant):
         raise refuse("continue_final_message", "continue_final_message needs a last message of the assistant.")
+    if goes_on and body.add_generation_prompt:
+        raise refuse("add_generation_prompt", "Send one of add_generation_prompt and continue_final_message.")
     return Conversation(
         [turn_of(f"messages[{index}]", message) for index, message in enumerate(body.messages)],
         body.settings(most, alternatives),
@@ -185,6 +189,7 @@ def conversation_of(body: ChatBody, alternatives: int | None = None) -> Conversa
         effort=body.reasoning_effort,
         variables=body.chat_template_kwargs,
         goes_on=goes_on,
+        begins=body.add_generation_prompt is not False,
     )
 
 
@@ -268,7 +273,7 @@ class ChatFormat(Format):
         self._logprobs = Logprobs(service.model.tokenizer.pieces) if with_logprobs else None
 
     def begin(self, choices: Sequence[Choice], prompt_tokens: int) -> bytes:
-        start = {"role": "assistant", "content": ""}
+        start = {"role": "assistant"}
         return b"".join(self._chunk(index, start) for index in range(len(choices)))
 
     def step(self, index: int, choice: Choice, events: Sequence[Event], tokens: Sequence[Token]) -> bytes:
@@ -337,7 +342,8 @@ def deltas_of(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
 
 def head_of(prefix: str, name: str) -> dict[str, Any]:
     """What every answer and event of OpenAI's has."""
-    return {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
+    made = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
+    return {**made, "system_fingerprint": f"billfish-{__version__}"}
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
 from billfish.core.errors import DataError
@@ -20,6 +21,9 @@ from billfish.serving.api.request_bodies import refuse, wrong
 from billfish.serving.api.service import Service
 from billfish.serving.api.settings import Settings
 
+SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn thoughts on and off
+# Days that Llama 3's and Firefunction's templates want; without, the one tells a day of 2024, and the other fails.
+DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}
 OFF = ("none", "minimal")  # reasoning efforts that mean no thought
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}  # what templates know instead
 TOLD = """You may call functions. They are described here in JSON:
@@ -59,7 +63,7 @@ class Conversation:
     """What a client wants. place: the field that has the messages. tools_place: the one that has the functions.
     schema: of the answer, and the field that says so. text_grammar: of the answer, in llguidance's Lark, instead.
     effort: of reasoning. variables: further ones for the template. goes_on: the last message is the beginning of the
-    answer."""
+    answer. begins: the prompt ends with what begins an assistant's message."""
 
     turns: Sequence[Turn]
     settings: Settings
@@ -72,6 +76,7 @@ class Conversation:
     effort: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     goes_on: bool = False
+    begins: bool = True
 
     @property
     def callable(self) -> list[Function]:
@@ -106,10 +111,12 @@ def render(service: Service, asked: Conversation) -> str:
     if reserved := RESERVED.intersection(asked.variables):
         raise wrong("chat_template_kwargs", ", ".join(sorted(reserved)), "variables that have no field of their own")
     template, syntax = service.template(asked.place), service.syntax
-    variables = dict(asked.variables)
-    if asked.effort is not None:
-        known = {"reasoning_effort": EFFORTS.get(asked.effort, asked.effort)}
-        variables = known | dict.fromkeys(("enable_thinking", "thinking"), asked.effort not in OFF) | variables
+    dates = {name: f"{date.today():{form}}" for name, form in DATES.items() if name in service.template().source}
+    variables = {**dates, **asked.variables}
+    effort = asked.effort or service.effort
+    if effort is not None:
+        known = {"reasoning_effort": EFFORTS.get(effort, effort)}
+        variables = known | dict.fromkeys(SWITCHES, effort not in OFF) | variables
     functions = asked.functions if asked.choice.mode != "none" else ()
     turns, tools = list(asked.turns), [_definition(function) for function in functions]
     if tools and not syntax.tells_tools:
@@ -122,7 +129,17 @@ def render(service: Service, asked: Conversation) -> str:
     guarded = service.control_names.guarded
     messages, tools, variables = guarded([_message(turn, syntax) for turn in turns]), guarded(tools), guarded(variables)
     if not asked.goes_on:
-        return template.render(messages, tools or None, **variables)
+        if not asked.begins:
+            return template.render(messages, tools or None, **{**variables, "add_generation_prompt": False})
+        text = template.render(messages, tools or None, **variables)
+        if effort not in OFF or syntax.thought is None or any(variables[name] for name in SWITCHES):
+            return text
+        marks = syntax.thought.marks
+        if opens_thought(syntax, text):
+            return text + marks.end.strip()
+        # A template that has no switch writes the same with thoughts: then an empty one is written here.
+        switched = template.render(messages, tools or None, **{**variables, **dict.fromkeys(SWITCHES, True)}) != text
+        return text if switched or not marks.start else text + marks.start.strip() + marks.end.strip()
     # The template closes the last message: the prompt ends behind what the message says.
     said = guarded(turns[-1].text)
     text = template.render(messages, tools or None, **{**variables, "add_generation_prompt": False})

@@ -22,7 +22,7 @@ class EmbeddingBody(Body):
     harmless: ClassVar = frozenset({"user", "metadata", "input_type", "priority"})
     unsupported: ClassVar = {"truncate_prompt_tokens": (), "embd_normalize": (2,), "normalize": (True,)}
     model: str | None = None
-    input: str | list[Any] = []
+    input: str | list[Any] | dict[str, Any] = []
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
 
@@ -60,7 +60,9 @@ class Document(Body):
 class RerankBody(Body):
     harmless: ClassVar = frozenset({"user", "max_chunks_per_doc", "max_tokens_per_doc", "priority"})
     query: str
-    documents: list[str | Document]
+    documents: list[str | Document] = []
+    texts: list[str] | None = None  # text-embeddings-inference's, whose answer is a list
+    return_text: bool = False
     model: str | None = None
     top_n: Positive | None = None
     return_documents: bool = True
@@ -68,17 +70,20 @@ class RerankBody(Body):
 
 def read_rerank(service: Service, body: RerankBody) -> list[Prompt]:
     """The query, then the documents; for a model that scores pairs, the query with each document."""
-    if not body.documents:
-        raise refuse("documents", "documents is empty; expected at least one text.")
-    if len(body.documents) >= MOST_TEXTS:
-        raise wrong("documents", f"a list of {len(body.documents)}", f"at most {MOST_TEXTS - 1}")
+    field, given = "documents" if body.texts is None else "texts", _texts(body)
+    if not given:
+        raise refuse(field, f"{field} is empty; expected at least one text.")
+    if len(given) >= MOST_TEXTS:
+        raise wrong(field, f"a list of {len(given)}", f"at most {MOST_TEXTS - 1}")
     if service.model.config.pooling == "rank":
-        return service.pairs("documents", body.query, _texts(body))
+        return service.pairs(field, body.query, given)
     query = service.prompts("query", body.query, most=1, whole=True)
-    return query + service.prompts("documents", _texts(body), most=MOST_TEXTS, whole=True)
+    return query + service.prompts(field, list(given), most=MOST_TEXTS, whole=True)
 
 
 def _texts(body: RerankBody) -> list[str]:
+    if body.texts is not None:
+        return body.texts
     return [each if isinstance(each, str) else each.text for each in body.documents]
 
 
@@ -93,6 +98,9 @@ async def rerank(service: Service, body: RerankBody, texts: list[Prompt], receiv
         scores = [float(query @ document) for document in documents]
     given = _texts(body)
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or len(scores)]
+    if body.texts is not None:
+        ranked = [{"index": index, "score": scores[index], "text": given[index]} for index in best]
+        return json_response([each if body.return_text else {**each, "text": None} for each in ranked])
     results = [
         {
             "index": index,

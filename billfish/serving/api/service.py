@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -24,6 +24,7 @@ from billfish.serving.api.request_bodies import Limits, Refusal, refuse, shown, 
 from billfish.serving.ipc.client import EngineClient
 
 Result = TypeVar("Result")
+Inputs = str | list[Any] | dict[str, Any]  # of one prompt or of several
 READERS = 2  # threads that parse bodies and encode prompts: a large one does not keep all others waiting
 MOST_ANSWERS = 128  # to one request
 LOG = logging.getLogger("billfish.serving")
@@ -58,11 +59,19 @@ class Service:
     """One model and the way to its engine. name: what requests call it. closing: whether the server shuts down."""
 
     def __init__(
-        self, client: EngineClient, model: TextModel, facts: EngineFacts, name: str, *, strict_fields: bool = False
+        self,
+        client: EngineClient,
+        model: TextModel,
+        facts: EngineFacts,
+        name: str,
+        *,
+        strict_fields: bool = False,
+        effort: str | None = None,
     ) -> None:
-        """client: asks the engine. strict_fields: unknown fields of a body are refused."""
+        """client: asks the engine. strict_fields: unknown fields of a body are refused. effort: of reasoning, for
+        requests that name none."""
         self.client, self.model, self.facts, self.name = client, model, facts, name
-        self.strict_fields = strict_fields
+        self.strict_fields, self.effort = strict_fields, effort
         vocabulary = min(model.config.vocabulary, len(model.tokenizer.pieces))  # matrices may have more rows
         answers = min(facts.streams + facts.queue, MOST_ANSWERS)
         self.limits = Limits(facts.context, model.config.context, vocabulary, answers)
@@ -160,11 +169,12 @@ class Service:
         if count > self.limits.context * self._longest:
             raise too_long(place, f"{count} characters", self.limits)
 
-    def prompts(self, field: str, value: str | list[Any], *, most: int, whole: bool = False) -> list[Prompt]:
-        """Of a field that holds a text, texts, tokens, or lists of tokens. They are counted before they are encoded,
-        and the first that does not fit is the last that is encoded. whole: they are embedded, so control tokens are no
+    def prompts(self, field: str, value: Inputs, *, most: int, whole: bool = False) -> list[Prompt]:
+        """Of a field that holds a text, texts, tokens, or lists of tokens. As llama.cpp's server, it takes texts among
+        the tokens of a prompt, and objects that have a text. They are counted before they are encoded, and the first
+        that does not fit is the last that is encoded. whole: they are embedded, so control tokens are no
         part of them, and the model's are around them."""
-        one = isinstance(value, str) or (value[:1] and type(value[0]) is int)
+        one = isinstance(value, (str, dict)) or (value[:1] and type(value[0]) is int)
         items = [value] if one else value
         if not items:
             raise wrong(field, "empty", "a string, a list of tokens, or a list of them")
@@ -192,11 +202,17 @@ class Service:
     def _prompt(self, place: str, item: object, whole: bool) -> Prompt:
         last = self.limits.vocabulary - 1
         accepted = f"a string, or a list of tokens from 0 to {last}, with at least one token"
+        if isinstance(item, dict):
+            item = text_of_object(place, item)
         if isinstance(item, str):
             self._check_characters(place, len(item))
             tokenizer = self.model.tokenizer
             prompt = Prompt(tokenizer.encode_whole(item) if whole else tokenizer.encode(item), item)
         elif isinstance(item, list):
+            tokens = list[int]()
+            for part in item:
+                tokens += self.encode(place, part, start=not tokens) if isinstance(part, str) else [part]
+            item = tokens
             for token in item:
                 if type(token) is not int or not 0 <= token <= last:
                     raise refuse(place, f"{place} has the token {shown(token)}; expected integers from 0 to {last}.")
@@ -233,3 +249,15 @@ class Service:
     def close(self) -> None:
         """The threads end. The engine is closed by whoever made it."""
         self._readers.shutdown(wait=False, cancel_futures=True)
+
+
+def text_of_object(place: str, item: Mapping[str, Any]) -> str:
+    """Of llama.cpp's `{"prompt_string": ...}` and `{"content": [{"type": "text", "text": ...}]}`."""
+    parts = item.get("content", ())
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if set(item) == {"prompt_string"} and isinstance(item["prompt_string"], str):
+        return item["prompt_string"]
+    whole = set(item) == {"content"} and isinstance(parts, list) and 0 < len(texts) == len(parts)
+    if whole and all(isinstance(text, str) for text in texts):
+        return "".join(texts)
+    raise wrong(place, shown(item), "prompt_string with a text, or content with parts of type text; no images or audio")

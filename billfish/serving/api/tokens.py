@@ -14,7 +14,7 @@ from billfish.serving.api.service import Service
 
 
 class TextBody(Body, kw_only=True):
-    harmless: ClassVar = frozenset({"return_token_strs", "add_generation_prompt"})
+    harmless: ClassVar = frozenset({"return_token_strs"})
     model: str | None = None
     content: str | None = None
     prompt: str | None = None
@@ -25,6 +25,8 @@ class TextBody(Body, kw_only=True):
     parse_special: bool = True
     with_pieces: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 def tokenize(service: Service, body: TextBody) -> dict[str, Any]:
@@ -57,7 +59,9 @@ def _piece(data: bytes, name: str) -> str | list[int]:
 
 
 def _chat(body: TextBody) -> ChatBody:
-    given = {"messages": body.messages, "tools": body.tools, "chat_template_kwargs": body.chat_template_kwargs}
+    names = ("messages", "tools", "chat_template_kwargs", "continue_final_message")
+    given = {name: getattr(body, name) for name in names}
+    given["add_generation_prompt"] = None if body.add_generation_prompt else False
     try:
         return convert(given, ChatBody)
     except msgspec.ValidationError as error:
@@ -77,6 +81,11 @@ def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
             raise refuse("tokens", f"tokens has the token {shown(token)}; expected integers from 0 to {last}.")
     text = service.model.tokenizer.decode(body.tokens)
     return {"content": text, "prompt": text}
+
+
+def count_chat(service: Service, body: ChatBody) -> dict[str, Any]:
+    """The length of a chat's prompt."""
+    return {"input_tokens": len(service.encode("messages", render(service, conversation_of(body))))}
 
 
 def apply_template(service: Service, body: TextBody) -> dict[str, Any]:

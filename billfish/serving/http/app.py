@@ -45,6 +45,8 @@ from billfish.serving.http.keys import Keys
 from billfish.serving.http.limits import BODIES_BYTES
 from billfish.serving.http.metrics import CONTENT_TYPE
 from billfish.serving.http.openapi import description, description_page
+from billfish.serving.http.origins import Origins
+from billfish.serving.http.unversioned import Unversioned
 
 LOG, ACCESS = logging.getLogger("billfish.serving"), logging.getLogger("billfish.access")
 MODELS, RESPONSES = "/v1/models", "/v1/responses"
@@ -60,12 +62,13 @@ def make_app(
     *,
     access_log: bool = False,
     hosts: Collection[str] = (),
+    origins: Collection[str] = (),
     share_prefixes: bool = False,
     most_bytes: int = BODIES_BYTES,
 ) -> Starlette:
     """What uvicorn runs. The page and /health are for everybody, all else for those who have a key. hosts: names of the
-    server, beside those that no stranger can have. share_prefixes: prompts of one key may begin with what the KV cache
-    holds of another's. most_bytes: of all bodies that arrive."""
+    server, beside those that no stranger can have. origins: of pages that may use it. share_prefixes:
+    prompts of one key may begin with what the KV cache holds of another's. most_bytes: of all bodies that arrive."""
     client, bodies = service.client, Bodies(most_bytes)
     routes = list[Route]()
 
@@ -198,6 +201,8 @@ def make_app(
         ),
     ):
         add(path, about, generating(kind, ask), "POST", body=kind)  # type: ignore[arg-type]
+    counting = telling(ChatBody, tokens.count_chat)
+    add("/v1/chat/completions/input_tokens", "the length of its prompt", counting, "POST", body=ChatBody)
     add(RESPONSES + "/{id}", "a response that is kept in memory", one_response)
     add(RESPONSES + "/{id}", "forgets it", delete_response, "DELETE")
     about = "a vector normalized to unit L2 norm for each text, as numbers or base64"
@@ -237,7 +242,12 @@ def make_app(
     return Starlette(
         routes=routes,
         exception_handlers={HTTPException: no_such_path},
-        middleware=[*([Middleware(AccessLog)] if access_log else []), Middleware(HostCheck, keys, hosts)],
+        middleware=[
+            *([Middleware(AccessLog)] if access_log else []),
+            Middleware(HostCheck, keys, hosts),
+            *([Middleware(Origins, origins)] if origins else []),
+            Middleware(Unversioned, [route.path for route in routes]),
+        ],
     )
 
 

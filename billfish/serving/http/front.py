@@ -32,13 +32,14 @@ class Front(FrontServer):
         model.adapters = {name: number for number, name in enumerate(told.adapters)}
         facts = EngineFacts(told.streams, told.context, told.queue, told.nbytes)
         client = EngineClient(model.tokenizer)
-        service = Service(client, model, facts, told.name, strict_fields=told.strict_fields)
+        service = Service(client, model, facts, told.name, strict_fields=told.strict_fields, effort=told.effort)
         service.warm_up()
         super().__init__(
             service,
             Keys.of_digests(told.keys),
             access_log=told.access_log,
             hosts=told.hosts,
+            origins=told.origins,
             share_prefixes=told.share_prefixes,
             fronts=told.fronts,
         )

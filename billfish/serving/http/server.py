@@ -43,17 +43,20 @@ class HttpServer(uvicorn.Server):
         *,
         access_log: bool = True,
         hosts: Collection[str] = (),
+        origins: Collection[str] = (),
         share_prefixes: bool = False,
         fronts: int = 1,
     ) -> None:
-        """access_log: whether to log a line for each request. hosts: further names of the server. share_prefixes: among
-        keys. fronts: processes that share connections, and what limits these have together."""
+        """access_log: whether to log a line for each request. hosts: further names of the server. origins: of pages
+        that may use it. share_prefixes: among keys. fronts: processes that share
+        connections, and what limits these have together."""
         connections = Connections(max(1, most_connections() // fronts))
         app = make_app(
             service,
             keys,
             access_log=access_log,
             hosts=hosts,
+            origins=origins,
             share_prefixes=share_prefixes,
             most_bytes=BODIES_BYTES // fronts,
         )
@@ -98,12 +101,15 @@ class Server(HttpServer):
         *,
         access_log: bool = True,
         hosts: Collection[str] = (),
+        origins: Collection[str] = (),
         share_prefixes: bool = False,
         read_keys: ReadKeys | None = None,
     ) -> None:
         """announce: called when it listens and minds signals. read_keys: called by SIGHUP; what it returns replaces
         `keys`. Others are those of HttpServer."""
-        super().__init__(service, keys, access_log=access_log, hosts=hosts, share_prefixes=share_prefixes)
+        super().__init__(
+            service, keys, access_log=access_log, hosts=hosts, origins=origins, share_prefixes=share_prefixes
+        )
         self.host, self._announce, self._read_keys = host, announce, read_keys
         self._failed = False
         host.metrics = metrics_text

@@ -155,7 +155,7 @@ class Reply(Message):
 
 class Configure(Message):
     """The first message to a front. path: of the model. streams, context, queue, nbytes: of the engine. keys: digests.
-    fronts: how many share the server's limits. adapters: names."""
+    effort: of reasoning. fronts: how many share the server's limits. adapters: names."""
 
     path: str
     name: str
@@ -164,8 +164,10 @@ class Configure(Message):
     queue: int
     nbytes: int
     strict_fields: bool
+    effort: str | None
     keys: list[bytes]
     hosts: list[str]
+    origins: list[str]
     share_prefixes: bool
     access_log: bool
     fronts: int

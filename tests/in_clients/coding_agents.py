@@ -1,4 +1,4 @@
-"""Runs Claude Code, Codex and OpenCode against `billfish serve`: python tests/in_clients/agents.py FOLDER [AGENT ...]
+"""Runs Claude Code, Codex and OpenCode against the server: python tests/in_clients/coding_agents.py FOLDER [AGENT ...]
 
 FOLDER: where npm has installed their packages. No model small enough for a test can drive an agent. So the model's part
 is a script: it thinks, lists files, reads two at once, writes one, and says that it is done. Templates, tokens, readers
