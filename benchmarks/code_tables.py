@@ -21,6 +21,7 @@ from billfish.serving.api import service, settings
 from billfish.serving.api.chat import ChatBody
 from billfish.serving.api.completions import CompletionBody
 from billfish.serving.api.embeddings import MOST_TEXTS, EmbeddingBody
+from billfish.serving.api.models import OneModel
 from billfish.serving.api.request_bodies import Body, accepted_words
 from billfish.serving.engine import grammar_compiler
 from billfish.serving.engine.requests import EngineCounts
@@ -145,7 +146,7 @@ def size(count: int) -> str:
 # ---- the server -------------------------------------------------------------------------------------------------
 
 MEANING = {
-    "model": "any name goes to the model; a header tells its name",
+    "model": "with one model any name goes to it, told in a header",
     "max_completion_tokens": "the same as `max_tokens`",
     "max_tokens": "longest answer; -1 is as much as fits, 0 none",
     "temperature": "0 is greedy decoding",
@@ -182,8 +183,8 @@ MEANING = {
 
 
 def server_paths() -> str:
-    service: Any = SimpleNamespace(client=SimpleNamespace(answered=None))
-    routes = app.make_app(service, None).routes  # type: ignore[arg-type]
+    service: Any = SimpleNamespace(client=SimpleNamespace(answered=None), strict_fields=False)
+    routes = app.make_app(OneModel(service), None).routes  # type: ignore[arg-type]
     named = [(min(route.methods - {"HEAD"}), route.path) for route in routes]
     abouts = [route.endpoint.about for route in routes]  # type: ignore[attr-defined]
     rows = [

@@ -7,18 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from billfish.cli.model_arguments import add_model_arguments, load_model, load_quickly, set_threads
+from billfish.cli.model_arguments import add_model_arguments, load_model, set_threads
 from billfish.cli.pictures import INK, add_caption, png, require
 from billfish.core.errors import DataError, readable
 from billfish.core.files import read_text, write_atomically
 from billfish.llm.evaluation import Evaluation, Truth, evaluate, usual_window
-from billfish.llm.model import Model
+from billfish.llm.model import Model, load_quickly
 
 COLUMNS = ("model", "bits per weight", "perplexity", "KL divergence", "same best token")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser, several=True)
+    add_model_arguments(parser, several="; one or more", named=False)
     parser.add_argument("--text", required=True, metavar="FILE", help="text to predict, in UTF-8 (required)")
     parser.add_argument(
         "--against",

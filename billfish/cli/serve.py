@@ -6,30 +6,50 @@ import argparse
 import ipaddress
 import logging
 import signal
+import socket
 import sys
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
+from billfish.checkpoints.hub import fetch_model, is_hub_name
 from billfish.cli.model_arguments import (
     add_draft_arguments,
     add_lora_argument,
     add_model_arguments,
-    load_adapters,
-    load_draft,
-    load_model,
-    model_of,
     set_threads,
 )
-from billfish.core.errors import BillfishError, DataError, bad_argument
+from billfish.core.errors import BillfishError, DataError, bad_argument, readable
 from billfish.core.extras import folder_of
+from billfish.core.files import path_of
 from billfish.core.machine import allowed_cores
 from billfish.llm.chat_template import start_process
+from billfish.llm.devices import device_memory, is_gpu
+
+if TYPE_CHECKING:
+    from billfish.serving.engine.engine_settings import EngineSettings
+    from billfish.serving.http.keys import Keys
+    from billfish.serving.http.server import ReadKeys
 
 LOG = logging.getLogger(__name__)
 MOST_FRONTS = 64
+MEMORY = "80%"  # of the device's, for several models
 PACKAGES = ("starlette", "uvicorn", "llguidance", "msgspec", "prometheus_client")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_arguments(parser, several="; several are loaded when they are asked for")
+    parser.add_argument(
+        "--models",
+        dest="folder",
+        metavar="FOLDER",
+        help="serve all GGUF files and model folders in FOLDER, each loaded when it is asked for (default: none)",
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="memory for all loaded models together, weights and KV caches, such as 24GB, or 80%% of the device's; the "
+        f"least recently used ones are unloaded (default: {MEMORY.replace('%', '%%')})",
+    )
     parser.add_argument("--host", default="127.0.0.1", metavar="A", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument(
         "--port", type=int, default=8080, metavar="P", help="port to listen on; 0 picks a free one (default: 8080)"
@@ -65,11 +85,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-a",
         "--alias",
+        action="append",
+        default=[],
         metavar="NAME",
-        help="name of the model in the API (default: name of the folder, or of the file without its extension)",
+        help="name of the model in the API; with several models, one for each in their order (default: name of the "
+        "folder, or of the file without its extension)",
     )
     add_draft_arguments(parser)
-    add_lora_argument(parser, "name that requests choose it by")
+    add_lora_argument(parser, "name that requests choose it by; with several models NAME@MODEL=FOLDER")
     parser.add_argument(
         "--api-key",
         action="append",
@@ -119,8 +142,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fronts",
         type=int,
         metavar="N",
-        help="processes for HTTP, chat templates and tokenizers, beside the engine's; 0 runs them in the engine's "
-        "(default: on a GPU one for every four CPU cores, 1 to 8; on the CPU 0)",
+        help="processes for HTTP, chat templates and tokenizers, beside the engine's; 0 runs them in the engine's. "
+        "Several models have one process for all of that (default: on a GPU one for every four CPU cores, 1 to 8; on "
+        "the CPU 0)",
     )
     parser.add_argument(
         "--no-access-log", action="store_true", help="do not log a line for each request (default: off)"
@@ -132,15 +156,16 @@ def run(arguments: argparse.Namespace) -> None:
     for package in PACKAGES:
         folder_of(package, "serve")
     from billfish.serving.api.service import EngineFacts, Service  # here: they need these packages
-    from billfish.serving.engine.engine import Engine
+    from billfish.serving.engine.engine_settings import EngineSettings, start_engine
     from billfish.serving.http.fronts import Fronts
-    from billfish.serving.http.keys import Keys, checked_keys, read_keys
+    from billfish.serving.http.keys import checked_keys, read_keys
     from billfish.serving.http.server import Server, address, listen
     from billfish.serving.ipc.client import EngineClient
     from billfish.serving.ipc.messages import Configure
     from billfish.serving.ipc.session import Host
+    from billfish.serving.models.catalog import name_of
 
-    path = model_of("serve", arguments)
+    paths = paths_of(arguments)
 
     def all_keys() -> Keys:
         given = checked_keys("--api-key", arguments.api_key)
@@ -154,21 +179,20 @@ def run(arguments: argparse.Namespace) -> None:
     with listen(arguments.host, arguments.port) as listening:
         set_threads("serve", arguments.threads)
         start_process()
-        model = load_model("serve", arguments, path)
-        load_adapters(model, arguments.lora)
-        draft = load_draft("serve", arguments, model)
-        engine = Engine(
-            model,
-            streams=arguments.streams,
-            context=arguments.context,
-            queue=arguments.queue,
-            cache_tokens=arguments.cache_tokens,
-            activations=arguments.activations,
-            draft=draft,
-            draft_length=arguments.draft_length,
-        )
-        host = Host(engine)
-        name = arguments.alias or (model.path.stem if model.path.is_file() else model.path.name)
+        options = {
+            "hosts": arguments.allow_host,
+            "origins": arguments.cors_origin,
+            "share_prefixes": arguments.share_prefixes,
+            "access_log": not arguments.no_access_log,
+        }
+        settings = EngineSettings(**{each.name: getattr(arguments, each.name) for each in fields(EngineSettings)})
+        if len(paths) > 1 or arguments.folder is not None:
+            _serve_several(arguments, paths, settings, listening, keys, reread, options)
+            return
+        _check_single(arguments)
+        engine = start_engine(paths[0] if paths else None, dict(arguments.lora), settings)
+        model, host = engine.model, Host(engine)
+        name = arguments.alias[0] if arguments.alias else name_of(model.path)
         facts = EngineFacts(engine.streams, engine.context, engine.queue_limit, model.decoder.nbytes)
         bound = engine.counts().cache_bytes_bound / 1e6
         about = f"{engine.streams} streams of {engine.context} tokens, KV cache of at most {bound:.0f} MB"
@@ -178,12 +202,6 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"{name} on {url}: {about}, {model.decoder.about}")
             print(_who(arguments.host, bool(keys)), flush=True)
 
-        options = {
-            "hosts": arguments.allow_host,
-            "origins": arguments.cors_origin,
-            "share_prefixes": arguments.share_prefixes,
-        }
-        options["access_log"] = not arguments.no_access_log
         try:
             if fronts:
                 strict = {
@@ -205,6 +223,62 @@ def run(arguments: argparse.Namespace) -> None:
             engine.close(finish=False)
         if engine.failure:
             raise BillfishError(f"serve: {engine.failure}")
+
+
+def paths_of(arguments: argparse.Namespace) -> list[str]:
+    """The models that the user names."""
+    given: list[str] = arguments.models
+    if given and arguments.model_option is not None:
+        raise DataError("serve: Pass the model as MODEL or with -m, not both.")
+    return given if arguments.model_option is None else [arguments.model_option]
+
+
+def _check_single(arguments: argparse.Namespace) -> None:
+    """Raises for options that only several models have."""
+    if arguments.memory is not None:
+        raise DataError("serve: --memory has no effect with one model, which stays loaded. Leave it out.")
+    if len(arguments.alias) > 1:
+        raise DataError("serve: There is one model and more than one --alias. Pass one.")
+
+
+def _serve_several(
+    arguments: argparse.Namespace,
+    paths: list[str],
+    settings: EngineSettings,
+    listening: socket.socket,
+    keys: Keys,
+    read_keys: ReadKeys | None,
+    options: dict[str, Any],
+) -> None:
+    """Answer requests with models that are loaded when they are asked for."""
+    from billfish.serving.http.server import address
+    from billfish.serving.models.catalog import catalog_of, in_words, memory_of, models_in
+    from billfish.serving.models.pool import ModelPool
+    from billfish.serving.models.server import PoolServer
+
+    if sys.platform == "win32":
+        raise DataError("serve: Several models need sockets that processes share, which Windows lacks. Pass one model.")
+    if arguments.draft not in (None, "ngram", "off"):
+        raise DataError("serve: With several models --draft is ngram or off: no model drafts for all vocabularies.")
+    if arguments.fronts:
+        raise DataError("serve: With several models one process speaks HTTP. Leave --fronts out.")
+    found = [path_of("serve", fetch_model("serve", path) if is_hub_name(path) else path) for path in paths]
+    if missing := next((path for path in found if not path.exists()), None):
+        raise DataError(f"serve: no such file or folder: {readable(str(missing))}.")
+    found += [] if arguments.folder is None else models_in(arguments.folder)
+    catalog = catalog_of(found, arguments.alias, arguments.lora)
+    total = device_memory(settings.device)
+    memory = memory_of(arguments.memory or MEMORY, total)
+    asking = {"strict_fields": arguments.strict_fields, "effort": arguments.reasoning_effort}
+    pool = ModelPool(catalog, settings, memory, on_gpu=is_gpu(settings.device), **asking)
+
+    def announce() -> None:
+        names = ", ".join(readable(named.name) for named in catalog)
+        print(f"{len(catalog)} models on {address(listening)}: {names}, loaded when they are asked for, ", end="")
+        print(f"up to {in_words(memory)} together")
+        print(_who(arguments.host, bool(keys)), flush=True)
+
+    PoolServer(pool, keys, announce, **options, read_keys=read_keys).run([listening])
 
 
 def fronts_of(given: int | None, device: str) -> int:

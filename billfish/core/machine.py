@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import wraps
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -35,6 +35,15 @@ def available_cores() -> int:
 def allowed_cores() -> int:
     """The cores that this process may use, by its affinity alone."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """The memory of this machine, or what the container of this process may have of it."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            found = min(found, int(Path(limit).read_text()))
+    return found
 
 
 def with_known_floats(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

@@ -11,6 +11,7 @@ import sys
 from billfish.backends import BACKENDS
 from billfish.core.errors import BackendUnavailable, DataError, bad_argument, failure
 from billfish.core.extras import how_to_install
+from billfish.core.machine import memory_bytes
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.model_weights import CALL, ModelTensors
 
@@ -61,6 +62,23 @@ def make_decoder(device: str, tensors: ModelTensors) -> Decoder:
     from billfish.llm.cuda import CudaDecoder
 
     return CudaDecoder(tensors, int(device.removeprefix("cuda:")))
+
+
+def is_gpu(device: str) -> bool:
+    """Whether a device is one; of "auto", that which is tried first."""
+    device = check_device(device)
+    return (_best_device() if device == "auto" else device) != "cpu"
+
+
+def device_memory(device: str) -> int:
+    """The memory of a device in bytes. Of "auto", that of the device which is tried first."""
+    device = check_device(device)
+    device = _best_device() if device == "auto" else device
+    if not device.startswith("cuda"):
+        return memory_bytes()  # a Mac's GPU shares it
+    from billfish.backends.cuda.driver import total_bytes
+
+    return total_bytes(int(device.removeprefix("cuda:")))
 
 
 def _best_device() -> str:

@@ -12,13 +12,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from billfish.checkpoints.hub import fetch_model, is_hub_name
-from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
+from billfish.checkpoints.tokenizer.tokenizer import WITHOUT_TOKENIZER, Tokenizer
 from billfish.core.errors import (
     BackendUnavailable,
     DataError,
@@ -700,6 +700,52 @@ def load_checked(
             raise
         LOGGER.warning("%s The CPU runs it.", error)
         return load_on("cpu")
+
+
+def load_quickly(path: str | None, device: str, quantize: str | None, check: CheckDecoder | None = None) -> Model:
+    """As :func:`load`, for a process of its own: a vocabulary is a hundred thousand objects and no garbage, so nobody
+    looks for some meanwhile."""
+    gc.disable()
+    try:
+        return load_checked(path, device=device, quantize=quantize, check=check)
+    finally:
+        gc.enable()
+
+
+def load_to_run(
+    call: str,
+    path: str | None,
+    *,
+    device: str,
+    quantize: str | None,
+    activations: str | None,
+    cache_type: str | None,
+) -> Model:
+    """As :func:`load_quickly`, for texts. What the device does not know is refused before weights are packed."""
+
+    def check(decoder: Decoder) -> None:
+        if problem := decoder.tensors.source.no_tokenizer:
+            raise ModelError(failure(call, problem, WITHOUT_TOKENIZER))
+        decoder.check_activations(call, activations, decoder.usual)
+        if cache_type is not None:
+            decoder.set_cache_type(cast(CacheType, cache_type))  # which refuses others
+
+    return load_quickly(path, device, quantize, check)
+
+
+def load_drafter(
+    call: str, model: Model, draft: str | None, length: int | None, activations: str | None
+) -> str | Model | None:
+    """What `--draft` names: the model of a file is loaded on the same device. Raises where the model cannot be drafted
+    for."""
+    drafter: str | Model | None = draft
+    if draft not in (None, "ngram", "off"):
+        assert draft is not None
+        if not os.path.lexists(draft):
+            raise DataError(bad_argument(call, "--draft", repr(draft), "ngram, off, or a GGUF file or model folder"))
+        drafter = load_quickly(draft, model.decoder.device, None)
+    model.drafters(call, drafter, length, model.decoder.check_activations(call, activations, model.decoder.usual))
+    return drafter
 
 
 def default_model() -> Path:

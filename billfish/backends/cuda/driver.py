@@ -319,6 +319,13 @@ def free_bytes(ordinal: int) -> int:
         return int(check(driver().cuMemGetInfo(), "asking for free memory")[0])
 
 
+def total_bytes(ordinal: int) -> int:
+    """All memory of a device. It needs no context, which would take some of it."""
+    device(ordinal)
+    handle = check(driver().cuDeviceGet(ordinal), "cuDeviceGet")
+    return int(check(driver().cuDeviceTotalMem(handle), "cuDeviceTotalMem"))
+
+
 def copy_in(to: int, array: NDArray[Any], stream: int) -> None:
     """A NumPy array to the memory at `to`; done when this returns. The device is current."""
     array = np.ascontiguousarray(array)

@@ -6,6 +6,7 @@ import datetime
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
@@ -286,21 +287,20 @@ class ShowBody(Body):
 
 def model_record(service: Service) -> dict[str, Any]:
     """A model, as Ollama lists it."""
-    return {
-        "name": service.name,
-        "model": service.name,
-        "modified_at": _now(),
-        "size": service.facts.nbytes,
-        "digest": "",
-        "details": _details(service),
-    }
+    details = details_of(service.model.path, service.model.config.architecture)
+    return record_of(service.name, service.facts.nbytes, details)
 
 
-def _details(service: Service) -> dict[str, Any]:
-    architecture = service.model.config.architecture
+def record_of(name: str, nbytes: int, details: dict[str, Any]) -> dict[str, Any]:
+    """The same for a model that is not loaded."""
+    return {"name": name, "model": name, "modified_at": _now(), "size": nbytes, "digest": "", "details": details}
+
+
+def details_of(path: Path, architecture: str) -> dict[str, Any]:
+    """About a model's files."""
     return {
         "parent_model": "",
-        "format": "gguf" if service.model.path.suffix == ".gguf" else "safetensors",
+        "format": "gguf" if path.suffix == ".gguf" else "safetensors",
         "family": architecture,
         "families": [architecture],
         "parameter_size": "",
@@ -320,7 +320,7 @@ def show(service: Service, body: ShowBody) -> dict[str, Any]:
         "modelfile": "",
         "parameters": "\n".join(f"{name} {value:g}" for name, value in service.defaults.items()),
         "template": "" if template is None else template.source,
-        "details": _details(service),
+        "details": details_of(service.model.path, config.architecture),
         "model_info": {
             "general.architecture": config.architecture,
             f"{config.architecture}.context_length": service.limits.context,

@@ -29,6 +29,7 @@ from billfish.serving.api.settings import (
     Share,
     Temperature,
 )
+from billfish.serving.ipc.client import ServerClient
 from billfish.serving.ipc.session import MOST_KEPT
 
 FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -172,9 +173,9 @@ class Stored(NamedTuple):
 DECODE = msgspec.msgpack.Decoder(Stored).decode
 
 
-def stored(service: Service, id: str, place: str, *, remove: bool = False) -> Stored:
+def stored(client: ServerClient, id: str, place: str, *, remove: bool = False) -> Stored:
     """An answer of this server. Raises 404 for one that is not kept. remove: and forget it."""
-    found = service.client.fetch(id, remove=remove)
+    found = client.fetch(id, remove=remove)
     if found is None:
         message = f"There is no response {json.dumps(id)}. This server keeps the last {MOST_KEPT} in memory."
         raise Refusal(404, message, place, "response_not_found")
@@ -185,7 +186,7 @@ def read_responses(service: Service, body: ResponsesBody) -> Asked:
     """What a client asks."""
     earlier: list[Turn] = []
     if body.previous_response_id is not None:
-        earlier = stored(service, body.previous_response_id, "previous_response_id").turns
+        earlier = stored(service.client, body.previous_response_id, "previous_response_id").turns
         earlier = [turn for turn in earlier if turn.role != "system" or turn.name != "instructions"]
     turns = [*earlier, *_turns(body.input)]
     if not turns:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +26,6 @@ Result = TypeVar("Result")
 Inputs = str | list[Any] | dict[str, Any]  # of one prompt or of several
 READERS = 2  # threads that parse bodies and encode prompts: a large one does not keep all others waiting
 MOST_ANSWERS = 128  # to one request
-LOG = logging.getLogger("billfish.serving")
-MOST_TOLD = 1000  # names of ignored fields that are logged, each once
 # Tokens of infill, by their names: before the text, before what follows it, and before what is between them.
 INFILL = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -56,7 +53,7 @@ class EngineFacts(NamedTuple):
 
 
 class Service:
-    """One model and the way to its engine. name: what requests call it. closing: whether the server shuts down."""
+    """One model and the way to its engine. name: what requests call it."""
 
     def __init__(
         self,
@@ -75,8 +72,6 @@ class Service:
         vocabulary = min(model.config.vocabulary, len(model.tokenizer.pieces))  # matrices may have more rows
         answers = min(facts.streams + facts.queue, MOST_ANSWERS)
         self.limits = Limits(facts.context, model.config.context, vocabulary, answers)
-        self.closing = False
-        self._told = set[str]()
         self._deriving = threading.Lock()
         self._since = int(time.time())
         self._readers = ThreadPoolExecutor(READERS, "billfish-reader")
@@ -133,13 +128,6 @@ class Service:
     def warm_up(self) -> None:
         """Find out what the first chat needs, beside the loop."""
         self._readers.submit(lambda: self.marks)
-
-    def tell_ignored(self, path: str, names: Sequence[str]) -> None:
-        """Log the names of ignored fields, each once."""
-        new = [name for name in names if f"{path} {name}" not in self._told]
-        if new and len(self._told) < MOST_TOLD:
-            self._told.update(f"{path} {name}" for name in new)
-            LOG.warning("%s: ignored unknown fields: %s", path, readable(", ".join(new), 500))
 
     @cached_property
     def _longest(self) -> int:

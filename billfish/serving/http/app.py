@@ -7,7 +7,8 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from billfish.core.errors import DataError, ModelError, readable
 from billfish.serving.api import anthropic, ollama, openai_responses, tokens
-from billfish.serving.api.answering import Asked, ClientGone, json_response, respond
+from billfish.serving.api.answering import Asked, ClientGone, json_response, respond, while_there
 from billfish.serving.api.chat import ChatBody, read_chat
 from billfish.serving.api.completions import CompletionBody, read_completions
 from billfish.serving.api.embeddings import (
@@ -37,6 +38,7 @@ from billfish.serving.api.embeddings import (
     rerank,
     vectors_of,
 )
+from billfish.serving.api.models import Models
 from billfish.serving.api.request_bodies import AnyBody, Body, Refusal, header_of, parse
 from billfish.serving.api.service import Service
 from billfish.serving.http.bodies import Bodies
@@ -50,6 +52,7 @@ from billfish.serving.http.unversioned import Unversioned
 
 LOG, ACCESS = logging.getLogger("billfish.serving"), logging.getLogger("billfish.access")
 MODELS, RESPONSES = "/v1/models", "/v1/responses"
+MOST_TOLD = 1000  # names of ignored fields that are logged
 PAGE = Path(__file__).with_name("page.html")
 
 Handle = Callable[[HttpRequest], Awaitable[ASGIApp]]
@@ -57,7 +60,7 @@ ErrorBody = Callable[[Refusal], dict[str, Any]]
 
 
 def make_app(
-    service: Service,
+    models: Models,
     keys: Keys,
     *,
     access_log: bool = False,
@@ -69,8 +72,8 @@ def make_app(
     """What uvicorn runs. The page and /health are for everybody, all else for those who have a key. hosts: names of the
     server, beside those that no stranger can have. origins: of pages that may use it. share_prefixes:
     prompts of one key may begin with what the KV cache holds of another's. most_bytes: of all bodies that arrive."""
-    client, bodies = service.client, Bodies(most_bytes)
-    routes = list[Route]()
+    client, bodies = models.client, Bodies(most_bytes)
+    routes, told = list[Route](), IgnoredFields()
 
     def add(
         path: str,
@@ -86,20 +89,29 @@ def make_app(
         routes.append(Route(path, endpoint, methods=[method]))
 
     async def read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
-        """The body. Fields that are ignored, and the name of another model, are told in headers."""
+        """The body. Fields that are ignored are told in a header."""
         async with bodies.read(request) as data:
-            body, ignored = await service.read(lambda: parse(data, kind, strict=service.strict_fields))
+            body, ignored = await models.read(lambda: parse(data, kind, strict=models.strict_fields))
         request.state.headers = headers = list[tuple[bytes, bytes]]()
         if ignored:
-            service.tell_ignored(request.url.path, ignored)
+            told.tell(request.url.path, ignored)
             headers.append((b"x-billfish-ignored", header_of(ignored).encode()))
-        if not service.is_named(getattr(body, "model", None)):
-            headers.append((b"x-billfish-model", quote(service.name).encode()))
         return body
+
+    async def read_for(request: HttpRequest, kind: type[AnyBody]) -> tuple[Service, AnyBody]:
+        """The body, and the model that it is for, which stays until the answer's end. The name of another model than
+        the one that is asked for is told in a header."""
+        body = await read(request, kind)
+        name = getattr(body, "model", None)
+        using = await models.use(name, lambda loading: while_there(loading, request.receive))
+        service = request.state.uses.enter_context(using)
+        if not service.is_named(name):
+            request.state.headers.append((b"x-billfish-model", quote(service.name).encode()))
+        return service, body
 
     def generating(kind: type[AnyBody], ask: Callable[[Service, AnyBody], Asked]) -> Handle:
         async def handle(request: HttpRequest) -> ASGIApp:
-            body = await read(request, kind)
+            service, body = await read_for(request, kind)
             asked = await service.read(ask, service, body)
             tenant = b"" if share_prefixes else request.state.tenant
             name = getattr(body, "model", None)
@@ -113,25 +125,25 @@ def make_app(
 
     def telling(kind: type[AnyBody], tell: Callable[[Service, AnyBody], dict[str, Any]]) -> Handle:
         async def handle(request: HttpRequest) -> ASGIApp:
-            body = await read(request, kind)
+            service, body = await read_for(request, kind)
             return json_response(await service.read(tell, service, body))
 
         return handle
 
     async def embed(request: HttpRequest) -> ASGIApp:
-        body = await read(request, EmbeddingBody)
+        service, body = await read_for(request, EmbeddingBody)
         texts = await service.read(read_embeddings, service, body)
         request.state.tokens = lambda: (sum(len(text.tokens) for text in texts), 0)
         return await embeddings(service, body, texts, request.receive)
 
     async def rank(request: HttpRequest) -> ASGIApp:
-        body = await read(request, RerankBody)
+        service, body = await read_for(request, RerankBody)
         texts = await service.read(read_rerank, service, body)
         request.state.tokens = lambda: (sum(len(text.tokens) for text in texts), 0)
         return await rerank(service, body, texts, request.receive)
 
     async def embed_for_ollama(request: HttpRequest) -> ASGIApp:
-        body = await read(request, ollama.EmbedBody)
+        service, body = await read_for(request, ollama.EmbedBody)
         given = body.input if body.prompt is None else body.prompt
         texts = await service.read(read_embeddings, service, EmbeddingBody(input=given, dimensions=body.dimensions))
         vectors = [vector.tolist() for vector in await vectors_of(service, texts, request.receive)]
@@ -141,30 +153,35 @@ def make_app(
         return json_response({"model": service.name, "embeddings": vectors, "prompt_eval_count": count})
 
     async def list_models(request: HttpRequest) -> ASGIApp:
-        return json_response({"object": "list", "data": service.records()})
+        return json_response({"object": "list", "data": models.records()})
 
     async def one_model(request: HttpRequest) -> ASGIApp:
-        service.check_name(request.path_params["name"])
-        return json_response(service.record(request.path_params["name"]))
+        return json_response(models.record(request.path_params["name"]))
 
     async def one_response(request: HttpRequest) -> ASGIApp:
-        found = await service.read(openai_responses.stored, service, request.path_params["id"], "response_id")
+        found = await models.read(openai_responses.stored, client, request.path_params["id"], "response_id")
         return json_response(found.answer)
 
     async def delete_response(request: HttpRequest) -> ASGIApp:
         name = request.path_params["id"]
-        await service.read(partial(openai_responses.stored, service, name, "response_id", remove=True))
+        await models.read(partial(openai_responses.stored, client, name, "response_id", remove=True))
         return json_response({"id": name, "object": "response", "deleted": True})
 
     async def list_for_ollama(request: HttpRequest) -> ASGIApp:
-        return json_response({"models": [ollama.model_record(service)]})
+        return json_response({"models": models.tags()})
+
+    async def list_loaded(request: HttpRequest) -> ASGIApp:
+        return json_response({"models": models.tags(loaded=True)})
+
+    async def show(request: HttpRequest) -> ASGIApp:
+        return json_response(await models.show(await read(request, ollama.ShowBody)))
 
     async def version(request: HttpRequest) -> ASGIApp:
         return json_response({"version": ollama.VERSION})
 
     async def health(request: HttpRequest) -> ASGIApp:
-        status = "closing" if service.closing else await client.state()
-        return json_response({"status": status}, 200 if status == "ok" else 503)
+        found = await models.health()
+        return json_response(found, 200 if found["status"] == "ok" else 503)
 
     async def watch(request: HttpRequest) -> ASGIApp:
         return Response(await client.metrics(), media_type=CONTENT_TYPE)
@@ -183,7 +200,7 @@ def make_app(
     add("/metrics", "counters for Prometheus", watch)
     add("/openapi.json", "the request bodies as OpenAPI", openapi, open=True)
     add("/docs", "the same as a page", openapi_page, open=True)
-    add(MODELS, "the model's name", list_models)
+    add(MODELS, "the models' names", list_models)
     add(MODELS + "/{name:path}", "the same, for one name", one_model)
     for path, about, kind, ask in (
         (
@@ -228,11 +245,11 @@ def make_app(
         ),
         ("/api/embed", "vectors of texts", ollama.EmbedBody, embed_for_ollama),
         ("/api/embeddings", "the vector of one text", ollama.EmbedBody, embed_for_ollama),
-        ("/api/show", "what is known about the model", ollama.ShowBody, telling(ollama.ShowBody, ollama.show)),
+        ("/api/show", "what is known about the model", ollama.ShowBody, show),
     ):
         add(path, about, handle, "POST", body=body, errors=ollama.error_body)
-    add("/api/tags", "the model", list_for_ollama, errors=ollama.error_body)
-    add("/api/ps", "the model, which is loaded", list_for_ollama, errors=ollama.error_body)
+    add("/api/tags", "the models", list_for_ollama, errors=ollama.error_body)
+    add("/api/ps", "the models that are loaded", list_loaded, errors=ollama.error_body)
     add("/api/version", "a version of Ollama's API", version, errors=ollama.error_body)
     text, ids = tokens.TextBody, tokens.DetokenizeBody
     add("/tokenize", "the tokens of a text, or of messages", telling(text, tokens.tokenize), "POST", body=text)
@@ -249,6 +266,20 @@ def make_app(
             Middleware(Unversioned, [route.path for route in routes]),
         ],
     )
+
+
+class IgnoredFields:
+    """Logs the names of fields that are ignored, each once."""
+
+    def __init__(self) -> None:
+        self._told = set[str]()
+
+    def tell(self, path: str, names: Sequence[str]) -> None:
+        """Of one request."""
+        new = [name for name in names if f"{path} {name}" not in self._told]
+        if new and len(self._told) < MOST_TOLD:
+            self._told.update(f"{path} {name}" for name in new)
+            LOG.warning("%s: ignored unknown fields: %s", path, readable(", ".join(new), 500))
 
 
 class AccessLog:
@@ -307,6 +338,7 @@ class Endpoint:
             await send(message)
 
         request = HttpRequest(scope, receive)
+        request.state.uses = uses = ExitStack()
         try:
             key = request.headers.get("x-api-key")  # Anthropic's clients send it
             given = request.headers.get("authorization") or (None if key is None else f"Bearer {key}")
@@ -324,6 +356,8 @@ class Endpoint:
                 raise  # uvicorn logs it and closes the connection
             LOG.exception("%s failed", self._path)
             await self._refused(Refusal(500, "Internal error. See the server's log."))(scope, receive, watched)
+        finally:
+            uses.close()
 
     def _refused(self, refusal: Refusal) -> Response:
         return json_response(self._errors(refusal), refusal.status, refusal.headers)

@@ -8,17 +8,16 @@ import socket
 import sys
 from pathlib import Path
 
-import msgspec
-
 from billfish.core.log_line import logging_to_stderr
 from billfish.llm.chat_template import start_process
 from billfish.llm.text_model import TextModel
+from billfish.serving.api.models import OneModel
 from billfish.serving.api.service import EngineFacts, Service
 from billfish.serving.http.keys import Keys
 from billfish.serving.http.server import FrontServer
 from billfish.serving.ipc import messages
 from billfish.serving.ipc.client import EngineClient
-from billfish.serving.ipc.link import HEAD, SocketLink
+from billfish.serving.ipc.link import SocketLink, receive_one
 
 IGNORED = ("SIGINT", "SIGTERM", "SIGHUP")  # which a terminal or a service manager sends to all processes at once
 
@@ -35,7 +34,7 @@ class Front(FrontServer):
         service = Service(client, model, facts, told.name, strict_fields=told.strict_fields, effort=told.effort)
         service.warm_up()
         super().__init__(
-            service,
+            OneModel(service),
             Keys.of_digests(told.keys),
             access_log=told.access_log,
             hosts=told.hosts,
@@ -43,7 +42,7 @@ class Front(FrontServer):
             share_prefixes=told.share_prefixes,
             fronts=told.fronts,
         )
-        self._end = end
+        self.service, self._end = service, end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
@@ -56,7 +55,7 @@ class Front(FrontServer):
         if isinstance(message, messages.Rotate):
             self.keys.replace(Keys.of_digests(message.keys))
         elif isinstance(message, messages.Closing):
-            self.service.closing = True
+            self.models.closing = True
         elif isinstance(message, messages.Exit):
             self.should_exit = True
         else:
@@ -66,22 +65,6 @@ class Front(FrontServer):
         """The engine's process has ended. Clients are told before this one ends, too."""
         self.service.client.lose()
         self.should_exit = True
-
-
-def first_message(end: socket.socket) -> messages.Configure:
-    """Wait for it. Raises EOFError where the other process has ended."""
-
-    def read(count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            part = end.recv(count - len(data))
-            if not part:
-                raise EOFError
-            data += part
-        return data
-
-    (size,) = HEAD.unpack(read(HEAD.size))
-    return msgspec.msgpack.decode(read(size), type=messages.Configure)
 
 
 def main() -> None:
@@ -95,7 +78,7 @@ def main() -> None:
     with logging_to_stderr():
         start_process()
         try:
-            told = first_message(end)
+            told = receive_one(end, messages.Configure)
         except EOFError:
             return
         front = Front(told, end)

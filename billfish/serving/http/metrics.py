@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from billfish.serving.ipc.session import Host
+from billfish.serving.ipc.session import Host, ServerState
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -49,51 +50,54 @@ TIMES = {
 
 def metrics_text(host: Host) -> bytes:
     """All counts of the engine and of all fronts, in Prometheus' text format."""
+    return text_of([*engine_metrics(host), *http_metrics(host)])
+
+
+def engine_metrics_text(host: Host) -> bytes:
+    """Those of the engine alone."""
+    return text_of(engine_metrics(host))
+
+
+def text_of(metrics: Iterable[Metric]) -> bytes:
+    """Metrics in Prometheus' text format."""
     from prometheus_client import generate_latest  # here: importing it takes 50 ms
 
-    return generate_latest(Metrics(host))
+    return generate_latest(SimpleNamespace(collect=lambda: metrics))
 
 
-class Metrics:
-    """Collects all counts when Prometheus asks."""
+def engine_metrics(host: Host) -> Iterator[Metric]:
+    """The counts of an engine."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    counts = host.engine.counts()
+    for field, (name, about) in ENGINE.items():
+        family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        value = getattr(counts, field)
+        if field != "finished":
+            yield family(f"billfish_{name}", about, value)
+            continue
+        finished = family(f"billfish_{name}", about, labels=["reason"])
+        for reason, count in value.items():
+            finished.add_metric([reason], count)
+        yield finished
+    pages = GaugeMetricFamily("billfish_cache_pages", PAGES, labels=["state"])
+    for state, count in counts.pages._asdict().items():
+        pages.add_metric([state], count)
+    yield pages
+    for field, about in TIMES.items():
+        times = getattr(counts.times, field)
+        yield HistogramMetricFamily(f"billfish_{field}_time_seconds", about, times.buckets(), times.sum)
 
-    def collect(self) -> Iterator[Metric]:
-        """For prometheus_client."""
-        from prometheus_client.core import (
-            CounterMetricFamily,
-            GaugeMetricFamily,
-            HistogramMetricFamily,
-            SummaryMetricFamily,
-        )
 
-        counts = self._host.engine.counts()
-        for field, (name, about) in ENGINE.items():
-            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            value = getattr(counts, field)
-            if field != "finished":
-                yield family(f"billfish_{name}", about, value)
-                continue
-            finished = family(f"billfish_{name}", about, labels=["reason"])
-            for reason, count in value.items():
-                finished.add_metric([reason], count)
-            yield finished
-        pages = GaugeMetricFamily("billfish_cache_pages", PAGES, labels=["state"])
-        for state, count in counts.pages._asdict().items():
-            pages.add_metric([state], count)
-        yield pages
-        for field, about in TIMES.items():
-            times = getattr(counts.times, field)
-            yield HistogramMetricFamily(f"billfish_{field}_time_seconds", about, times.buckets(), times.sum)
-        answers = CounterMetricFamily(
-            "billfish_http_responses", "HTTP answers by path and status.", labels=["path", "status"]
-        )
-        for (path, status), count in sorted(self._host.answers.items()):
-            answers.add_metric([path, str(status)], count)
-        yield answers
-        about = "From a request to the first piece of its answer."
-        yield SummaryMetricFamily(
-            "billfish_first_token_seconds", about, self._host.first_pieces, self._host.first_piece_seconds
-        )
+def http_metrics(state: ServerState) -> Iterator[Metric]:
+    """The counts of HTTP answers."""
+    from prometheus_client.core import CounterMetricFamily, SummaryMetricFamily
+
+    answers = CounterMetricFamily(
+        "billfish_http_responses", "HTTP answers by path and status.", labels=["path", "status"]
+    )
+    for (path, status), count in sorted(state.answers.items()):
+        answers.add_metric([path, str(status)], count)
+    yield answers
+    about = "From a request to the first piece of its answer."
+    yield SummaryMetricFamily("billfish_first_token_seconds", about, state.first_pieces, state.first_piece_seconds)

@@ -17,6 +17,7 @@ from types import FrameType
 import uvicorn
 
 from billfish.core.errors import DataError, readable
+from billfish.serving.api.models import Models, OneModel
 from billfish.serving.api.service import Service
 from billfish.serving.http.app import make_app
 from billfish.serving.http.keys import Keys
@@ -38,7 +39,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(
         self,
-        service: Service,
+        models: Models,
         keys: Keys,
         *,
         access_log: bool = True,
@@ -52,7 +53,7 @@ class HttpServer(uvicorn.Server):
         connections, and what limits these have together."""
         connections = Connections(max(1, most_connections() // fronts))
         app = make_app(
-            service,
+            models,
             keys,
             access_log=access_log,
             hosts=hosts,
@@ -74,7 +75,7 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         logging.getLogger("uvicorn.error").addFilter(_is_error)
-        self.service, self.keys = service, keys
+        self.models, self.keys = models, keys
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
@@ -108,9 +109,9 @@ class Server(HttpServer):
         """announce: called when it listens and minds signals. read_keys: called by SIGHUP; what it returns replaces
         `keys`. Others are those of HttpServer."""
         super().__init__(
-            service, keys, access_log=access_log, hosts=hosts, origins=origins, share_prefixes=share_prefixes
+            OneModel(service), keys, access_log=access_log, hosts=hosts, origins=origins, share_prefixes=share_prefixes
         )
-        self.host, self._announce, self._read_keys = host, announce, read_keys
+        self.host, self.service, self._announce, self._read_keys = host, service, announce, read_keys
         self._failed = False
         host.metrics = metrics_text
 
@@ -148,7 +149,7 @@ class Server(HttpServer):
         if self.host.closing:
             self.should_exit = self.force_exit = True
             return
-        self.host.closing = self.service.closing = True
+        self.host.closing = self.models.closing = True
         threading.Thread(target=self._finish, name="billfish-closing", daemon=True).start()
 
     def _finish(self) -> None:

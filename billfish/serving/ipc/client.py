@@ -95,17 +95,13 @@ class Answers:
             self.end(index, enough=False)
 
 
-class EngineClient:
-    """Asks an engine. It is the loop's alone, but for `fetch` and `keep`.
+class ServerClient:
+    """Asks what is one for the whole server, and tells what is counted. It is the loop's alone, but for `fetch` and
+    `keep`. send: set by who connects it."""
 
-    tokenizer: makes text of tokens. send: set by who connects it with the engine.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self) -> None:
         self.send: Callable[[messages.ToEngine], object] = lambda message: None
-        self._tokenizer = tokenizer
         self._next = 0
-        self._answers: dict[int, Answers] = {}
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self.lost = False  # whether the engine's process has ended
@@ -113,36 +109,6 @@ class EngineClient:
     def connect(self, send: Callable[[messages.ToEngine], object]) -> None:
         """Called in the loop. What comes back is given to `receive`, there, too."""
         self._loop, self.send = asyncio.get_running_loop(), send
-
-    # ---- what is asked ------------------------------------------------------------------------------------------
-
-    async def ask(
-        self, requests: Sequence[Request], grammar: Grammar | None, take: Callable[[int, Piece], object]
-    ) -> Answers:
-        """Begin answers, all or none. Raises what the engine does, and SchemaError for the grammar."""
-        first = self._ids(len(requests))
-        answers = Answers(self, first, requests, take, self._tokenizer)
-        for id in range(first, first + len(requests)):
-            self._answers[id] = answers
-        packed = [messages.packed(request) for request in requests]
-        try:
-            await self._asked(messages.Ask(first, packed, None if grammar is None else grammar.schema), first)
-        except BaseException:
-            answers.cancel()
-            raise
-        return answers
-
-    async def embed(self, texts: Sequence[list[int]]) -> list[NDArray[np.float32]]:
-        """As :meth:`billfish.serving.engine.engine.Engine.embed`."""
-        id = self._ids()
-        vectors = await self._asked(messages.Embed(id, list(texts)), id)
-        return [np.frombuffer(vector, np.float32) for vector in vectors]
-
-    async def score(self, texts: Sequence[list[int]], alternatives: int) -> list[list[list[Scored]]]:
-        """As :meth:`billfish.serving.engine.engine.Engine.score`."""
-        id = self._ids()
-        found: list[list[list[Scored]]] = await self._asked(messages.Score(id, list(texts), alternatives), id)
-        return found
 
     async def state(self) -> str:
         """ "ok", "closing" or "failed": what the engine's process says, whose steps this does not wait for. No time is
@@ -201,6 +167,71 @@ class EngineClient:
         first, self._next = self._next, self._next + count
         return first
 
+    # ---- what comes back ----------------------------------------------------------------------------------------
+
+    def receive(self, message: messages.ToFront) -> None:
+        """A message has come."""
+        if isinstance(message, messages.Refused):
+            if message.kind == "missing":
+                self._resolve(message.id, None)
+            else:
+                error = ERRORS.get(message.kind, BillfishError)(message.error)
+                waiting = self._waiting.get(message.id)
+                if waiting is not None and not waiting.done():
+                    waiting.set_exception(error)
+        elif isinstance(message, messages.Reply):
+            self._resolve(message.id, message.data)
+
+    def lose(self) -> None:
+        """The engine's process has ended: whoever waits is told."""
+        self.lost, self.send = True, lambda message: None
+        for waiting in list(self._waiting.values()):
+            if not waiting.done():
+                waiting.set_exception(EngineGone(LOST))
+
+    def _resolve(self, id: int, value: Any) -> None:
+        waiting = self._waiting.get(id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(value)
+
+
+class EngineClient(ServerClient):
+    """Asks an engine, too."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """tokenizer: makes text of tokens."""
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._answers: dict[int, Answers] = {}
+
+    async def ask(
+        self, requests: Sequence[Request], grammar: Grammar | None, take: Callable[[int, Piece], object]
+    ) -> Answers:
+        """Begin answers, all or none. Raises what the engine does, and SchemaError for the grammar."""
+        first = self._ids(len(requests))
+        answers = Answers(self, first, requests, take, self._tokenizer)
+        for id in range(first, first + len(requests)):
+            self._answers[id] = answers
+        packed = [messages.packed(request) for request in requests]
+        try:
+            await self._asked(messages.Ask(first, packed, None if grammar is None else grammar.schema), first)
+        except BaseException:
+            answers.cancel()
+            raise
+        return answers
+
+    async def embed(self, texts: Sequence[list[int]]) -> list[NDArray[np.float32]]:
+        """As :meth:`billfish.serving.engine.engine.Engine.embed`."""
+        id = self._ids()
+        vectors = await self._asked(messages.Embed(id, list(texts)), id)
+        return [np.frombuffer(vector, np.float32) for vector in vectors]
+
+    async def score(self, texts: Sequence[list[int]], alternatives: int) -> list[list[list[Scored]]]:
+        """As :meth:`billfish.serving.engine.engine.Engine.score`."""
+        id = self._ids()
+        found: list[list[list[Scored]]] = await self._asked(messages.Score(id, list(texts), alternatives), id)
+        return found
+
     def drop(self, id: int, enough: bool) -> None:
         """An answer need not go on in the engine."""
         self.send(messages.Cancel(id, enough))
@@ -213,42 +244,24 @@ class EngineClient:
             del self._answers[id]
             id += 1
 
-    # ---- what comes back ----------------------------------------------------------------------------------------
-
     def receive(self, message: messages.ToFront) -> None:
         """A message has come."""
         if isinstance(message, messages.Step):
             self._take(message)
-        elif isinstance(message, messages.Refused):
-            if message.kind == "missing":
-                self._resolve(message.id, None)
-            else:
-                error = ERRORS.get(message.kind, BillfishError)(message.error)
-                waiting = self._waiting.get(message.id)
-                if waiting is not None and not waiting.done():
-                    waiting.set_exception(error)
         elif isinstance(message, messages.Vectors):
             self._resolve(message.id, message.vectors)
         elif isinstance(message, messages.Scores):
             self._resolve(message.id, message.scores)
-        elif isinstance(message, messages.Reply):
-            self._resolve(message.id, message.data)
         elif isinstance(message, messages.Taken):
             self._resolve(message.id, None)
+        else:
+            super().receive(message)
 
     def lose(self) -> None:
         """The engine's process has ended: whoever waits is told."""
-        self.lost, self.send = True, lambda message: None
-        for waiting in list(self._waiting.values()):
-            if not waiting.done():
-                waiting.set_exception(EngineGone(LOST))
+        super().lose()
         for id, answers in list(self._answers.items()):
             answers.took(id, Chosen(None, (), "failed", LOST))
-
-    def _resolve(self, id: int, value: Any) -> None:
-        waiting = self._waiting.get(id)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(value)
 
     def _take(self, step: messages.Step) -> None:
         found, tokens = self._answers.get, step.tokens

@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,6 +16,7 @@ from billfish.serving.ipc import messages
 from billfish.serving.ipc.client import EngineClient
 from billfish.serving.ipc.session import Host, Session
 
+Received = TypeVar("Received")
 HEAD = struct.Struct("<I")  # bytes of the message behind it
 MOST_BYTES = 2**30  # of a message
 MOST_WAITING = 512 * 2**20  # bytes that a process which reads too slowly may be owed, before it is given up
@@ -122,6 +123,28 @@ class SocketLink:
             del self._came[:at]
         if not data:
             self.close()
+
+
+def send_one(end: socket.socket, message: Any) -> None:
+    """Send a message before there is a loop. Raises OSError where the other process has ended."""
+    data = msgspec.msgpack.encode(message)
+    end.sendall(HEAD.pack(len(data)) + data)
+
+
+def receive_one(end: socket.socket, kind: type[Received]) -> Received:
+    """Wait for a message of this kind before there is a loop. Raises EOFError where the other process has ended."""
+
+    def read(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = end.recv(count - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+    (size,) = HEAD.unpack(read(HEAD.size))
+    return msgspec.msgpack.decode(read(size), type=kind)
 
 
 def connect_here(host: Host, client: EngineClient) -> Session:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from billfish.llm.sampler import Sampling
+from billfish.serving.engine.engine_settings import EngineSettings
 from billfish.serving.engine.requests import Request
 
 HERE = ("grammar", "stop", "shown")  # of a request: they are for the front's eyes, or go another way
@@ -188,8 +189,38 @@ class Exit(Message):
     """All answers are given: end when clients have read them."""
 
 
-ToEngine = Ask | Cancel | Abandon | Embed | Score | AskState | AskMetrics | Keep | Fetch | Answered | FirstPiece | Ready
+# ---- to and from an engine in a process of its own -------------------------------------------------------------------
+
+
+class StartEngine(Message):
+    """The first message to an engine's process. adapters: folders by names. Told with EngineReady or EngineFailed."""
+
+    path: str
+    adapters: dict[str, str]
+    settings: EngineSettings
+
+
+class EngineReady(Message):
+    """The model is loaded. nbytes: of its weights. cache_bytes: that its KV cache takes at most. about: the device."""
+
+    streams: int
+    context: int
+    queue: int
+    nbytes: int
+    cache_bytes: int
+    about: str
+
+
+class EngineFailed(Message):
+    """The model is not loaded, and the process ends."""
+
+    error: str
+
+
+ToServer = Keep | Fetch | Answered | FirstPiece | Ready  # what needs no engine
+ToEngine = Ask | Cancel | Abandon | Embed | Score | AskState | AskMetrics | ToServer
 ToFront = Taken | Refused | Step | Vectors | Scores | Reply | Configure | Rotate | Closing | Exit
+FromEngine = ToFront | EngineReady | EngineFailed
 
 
 def packed(request: Request) -> dict[str, Any]:

@@ -56,18 +56,29 @@ class Kept:
         return found
 
 
-class Host:
-    """An engine and all of its fronts. Everything but `Session.handle` of different fronts may be called at once.
+class ServerState:
+    """What is one for a server, however many processes and models it has.
 
     answers: HTTP answers by path and status. first_pieces, first_piece_seconds: how many answers had a first piece, and
-    after how long together. metrics: makes the text for Prometheus. closing: whether the server shuts down.
+    after how long together. closing: whether the server shuts down.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.closing = engine, False
+    def __init__(self) -> None:
+        self.closing = False
         self.answers: Counter[tuple[str, int]] = Counter()
         self.first_pieces, self.first_piece_seconds = 0, 0.0
         self.kept = Kept()
+
+
+class Host(ServerState):
+    """An engine and all of its fronts. Everything but `Session.handle` of different fronts may be called at once.
+
+    metrics: makes the text for Prometheus.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
         self.metrics: Callable[[Host], bytes] = lambda host: b""
         self._sessions: list[Session] = []
         engine.after_step = self._flush
@@ -88,12 +99,37 @@ class Host:
             session.flush()
 
 
-class Session:
-    """One front's."""
+class StateSession:
+    """What one front asks of the server's state."""
+
+    def __init__(self, state: ServerState, send: Callable[[messages.ToFront], object]) -> None:
+        self._state, self._send = state, send
+        self.ready = False
+
+    def handle(self, message: messages.ToEngine) -> None:
+        """A message has come."""
+        state = self._state
+        if isinstance(message, messages.Keep):
+            state.kept.put(message.key, message.data)
+        elif isinstance(message, messages.Fetch):
+            found = state.kept.pop(message.key) if message.remove else state.kept.get(message.key)
+            missing = messages.Refused(message.id, "missing", "")
+            self._send(missing if found is None else messages.Reply(message.id, found))
+        elif isinstance(message, messages.Answered):
+            state.answers[message.path, message.status] += 1
+        elif isinstance(message, messages.FirstPiece):
+            state.first_pieces += 1
+            state.first_piece_seconds += message.seconds
+        elif isinstance(message, messages.Ready):
+            self.ready = True
+
+
+class Session(StateSession):
+    """One front's, with an engine."""
 
     def __init__(self, host: Host, send: Callable[[messages.ToFront], object]) -> None:
-        self.host, self._engine, self._send = host, host.engine, send
-        self.ready = False
+        super().__init__(host, send)
+        self.host, self._engine = host, host.engine
         self._lock = threading.Lock()  # held for what follows
         self._tickets: dict[int, Ticket | None] = {}  # of answers under way; None while they are submitted
         self._work: dict[int, Future[Any]] = {}  # grammars, texts
@@ -131,19 +167,8 @@ class Session:
             self._send(messages.Reply(message.id, status.encode()))
         elif isinstance(message, messages.AskMetrics):
             self._reply(message.id, lambda: host.metrics(host))
-        elif isinstance(message, messages.Keep):
-            host.kept.put(message.key, message.data)
-        elif isinstance(message, messages.Fetch):
-            found = host.kept.pop(message.key) if message.remove else host.kept.get(message.key)
-            missing = messages.Refused(message.id, "missing", "")
-            self._send(missing if found is None else messages.Reply(message.id, found))
-        elif isinstance(message, messages.Answered):
-            host.answers[message.path, message.status] += 1
-        elif isinstance(message, messages.FirstPiece):
-            host.first_pieces += 1
-            host.first_piece_seconds += message.seconds
         else:
-            self.ready = True
+            super().handle(message)
 
     def abandon_all(self) -> None:
         """The front has gone."""
