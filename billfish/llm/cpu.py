@@ -264,9 +264,9 @@ class CpuDecoder(Decoder):
         self._native.add_layer_inputs(self.embed(tokens) if x is None else x, rows, digits)
         return rows
 
-    def run(self, passages: Sequence[Passage], activations: Activations | None) -> Floats:
+    def run(self, passages: Sequence[Passage], activations: Activations | None, drafted: Sequence[int] = ()) -> Floats:
         """Texts of a batch come as one call; each gets the same numbers as alone while there are at most FEW_ROWS
-        rows."""
+        rows. drafted: of each text, the last tokens that may be taken back."""
         digits = DIGITS[check_activations("llm.run", activations or self.usual, DIGITS)]
         all_tokens = [token for _, tokens in passages for token in tokens]
         x = self.embed(all_tokens)
@@ -275,10 +275,10 @@ class CpuDecoder(Decoder):
         inputs = self.layer_inputs(all_tokens, x, digits)
         with self._locked(passages):
             rows = []
-            for cache, tokens in passages:
+            for (cache, tokens), draft in zip(passages, drafted or [0] * len(passages), strict=True):
                 assert isinstance(cache, CpuCache)
                 start = len(cache.tokens)
-                cache.reserve_rows(start, len(tokens), self.ends_in(start, tokens))
+                cache.reserve_rows(start, len(tokens), self.ends_in(start, tokens), draft)
                 rows.append((cache.state, start, len(tokens)))
             self._native.run(x, rows, digits, inputs)
             for cache, tokens in passages:
@@ -341,9 +341,8 @@ class CpuDecoder(Decoder):
     def rows_alike(self, activations: Activations | None) -> int:
         """Up to FEW_ROWS rows have the bits of a single row, with two exceptions. Formats with two levels of scales
         have another order of additions for more than three rows with q16. In exact mode, kernels of an expert depend on
-        how many rows choose it. A recurrent state cannot go back behind drafted rows: such models take one row."""
-        recurrent = any(not isinstance(block.mixer, Attention) for block in self.config.blocks)
-        if recurrent or (activations == "exact" and self.config.has_experts):
+        how many rows choose it."""
+        if activations == "exact" and self.config.has_experts:
             return 1
         two_levels = any(kind in TWO_LEVELS for kind in self.tensors.kinds)
         return 3 if activations == "q16" and two_levels else int(_cpu.FEW_ROWS)
@@ -392,7 +391,9 @@ class CpuDecoder(Decoder):
         """Feed tokens, any number: the hidden states [wanted, hidden] behind the last ones of the first passages."""
         states = [np.empty((0, self.config.hidden), np.float32)] * len(wanted)
         for group in self._groups(passages, activations):
-            rows = self.run([(cache, tokens) for _, cache, tokens in group], activations)
+            drafted = [wanted[i] - 1 if i < len(wanted) else 0 for i, _, _ in group]
+            parts = [(cache, tokens) for _, cache, tokens in group]
+            rows = self.run(parts, activations, drafted) if any(drafted) else self.run(parts, activations)
             ends = np.cumsum([len(tokens) for _, _, tokens in group])
             for (i, _, tokens), end in zip(group, ends, strict=True):
                 if i < len(wanted):
@@ -445,13 +446,14 @@ class CpuCache(Cache):
         with self.lock:
             self.state.reserve(len(self.tokens), 0, positions, [])
 
-    def reserve_rows(self, start: int, count: int, message_ends: Sequence[int] = ()) -> None:
+    def reserve_rows(self, start: int, count: int, message_ends: Sequence[int] = (), drafted: int = 0) -> None:
         """Make room for the rows of a pass. The capacity doubles, so that a long text is not copied at every token.
-        message_ends: positions behind the last token of a message, where other prompts are likely to part."""
+        message_ends: positions behind the last token of a message, where other prompts are likely to part. drafted:
+        the last rows, which may be taken back."""
         capacity = self.state.capacity
         if start + count > capacity:
             capacity = max(start + count, min(2 * capacity, self.config.context))
-        self.state.reserve(start, count, capacity, list(message_ends))
+        self.state.reserve(start, count, capacity, list(message_ends), drafted)
 
     def like(self, capacity: int) -> CpuCache:
         return CpuCache(self.config, capacity, self.type)

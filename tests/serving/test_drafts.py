@@ -7,6 +7,7 @@ import threading
 import urllib.request
 
 import pytest
+from llm_architectures import write_model as write_architecture
 from llm_models import Small, write_model
 from serving_http import events, send, serving
 from serving_support import alone, ask, compiled, random_sampling, random_tokens, small_model, submit
@@ -84,6 +85,19 @@ def test_mixed_requests_get_what_each_gets_alone(model, draft, always, monkeypat
     assert counts.drafted_tokens >= counts.drafts > 0
     if draft != "ngram":
         assert counts.drafted_tokens > counts.accepted_tokens > counts.generated_tokens / 4
+
+
+@pytest.mark.parametrize("name", ["qwen35", "granitehybrid"])
+def test_recurrent_states_of_a_batch_go_back(tmp_path, name, always, monkeypatch):
+    write_architecture(tmp_path, name, max_position_embeddings=512)
+    model, rng = bf.llm.load(tmp_path, device="cpu"), random.Random(1)
+    common = [rng.randrange(4, 64) for _ in range(130)]
+    requests = [Request([*common[: rng.choice([30, 130])], 5 + i], 30, random_sampling(rng)) for i in range(8)]
+    with engine_that_knows(model, requests, monkeypatch, streams=3) as engine:
+        answers = [submit(engine, request) for request in requests]
+        for request, answer in zip(requests, answers, strict=True):
+            assert (answer.wait().text, answer.ids, answer.finished) == alone(model, request, **EXACT)
+        assert engine.counts().drafted_tokens > engine.counts().accepted_tokens > 0
 
 
 def test_several_rows_of_a_sequence_are_in_one_pass_with_others(model, always, monkeypatch):

@@ -310,7 +310,8 @@ void bind_decoder(nb::module_& module) {
         for (const auto& [kv_heads, head_size, window, numbers] : shapes) layers.push_back({kv_heads, head_size, window, numbers});
         new (self) SequenceState(layers, CacheType(type), capacity);
       }, nb::arg("shapes"), nb::arg("type"), nb::arg("capacity"))
-      .def("reserve", &SequenceState::reserve, nb::arg("start"), nb::arg("count"), nb::arg("capacity"), nb::arg("message_ends"))
+      .def("reserve", &SequenceState::reserve, nb::arg("start"), nb::arg("count"), nb::arg("capacity"), nb::arg("message_ends"),
+           nb::arg("drafted") = 0)
       .def("copy", &SequenceState::copy, nb::arg("other"), nb::arg("length"))
       .def("restorable", &SequenceState::restorable)
       .def_rw("adapter", &SequenceState::adapter)

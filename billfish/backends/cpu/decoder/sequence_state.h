@@ -147,17 +147,20 @@ class SequenceState {
   const KeysAndValues& layer(int64_t number) const { return layers_[size_t(number)]; }
 
   // Room for rows [start, start + count), which come in one pass behind those that are there, and for `capacity` positions in all. Recurrent states
-  // become those behind `start` positions, and checkpoints are prepared for the rows; message_ends are positions that another message follows. What
-  // is raised leaves all positions before `start` as they were.
-  void reserve(int64_t start, int64_t count, int64_t capacity, const std::vector<int64_t>& message_ends) {
+  // become those behind `start` positions, and checkpoints are prepared for the rows; message_ends are positions that another message follows. The
+  // last `drafted` rows may be taken back, until the next call. What is raised leaves all positions before `start` as they were.
+  void reserve(int64_t start, int64_t count, int64_t capacity, const std::vector<int64_t>& message_ends, int64_t drafted = 0) {
     hold(*this, start, count, std::max(capacity, start + count));
     for (KeysAndValues& layer : layers_) layer.expect(start, count);
     if (numbers_.empty()) return;
     if (!is_at(start)) restore(*this, start);
     forget_behind(start);
+    keep_drafts(start);
+    expect_drafts(start + count - drafted, drafted);
     for (int64_t position = start + 1; position <= start + count; position++) {
       const bool end = std::find(message_ends.begin(), message_ends.end(), position) != message_ends.end();
-      if (end || position % CHECKPOINT_EVERY == 0) add_checkpoint(position, end);
+      const bool has_draft = position >= start + count - drafted && position < start + count;
+      if (!has_draft && (end || position % CHECKPOINT_EVERY == 0)) add_checkpoint(std::make_shared<Checkpoint>(position, end, numbers_.size()));
     }
   }
 
@@ -177,9 +180,11 @@ class SequenceState {
       return std::all_of(layers_.begin(), layers_.end(), [&](const KeysAndValues& layer) { return layer.holds(position); });
     };
     if (numbers_.empty() || is_at(length)) return holds(length) ? length : 0;
-    for (auto each = checkpoints_.rbegin(); each != checkpoints_.rend(); ++each)
-      if ((*each)->position <= length && holds((*each)->position)) return (*each)->position;
-    return 0;
+    int64_t longest = 0;
+    for (const auto* all : {&checkpoints_, &drafts_})
+      for (const auto& each : *all)
+        if (each->position > longest && each->position <= length && holds(each->position)) longest = each->position;
+    return longest;
   }
 
   // ---- for a pass: the recurrent state of a layer ------------------------------------------------------------------------
@@ -189,8 +194,10 @@ class SequenceState {
   // Where the layer's state goes behind rows of a pass: (row, place), in their order.
   std::vector<std::pair<int64_t, float*>> checkpoints(int64_t layer, int64_t start, int64_t count) const {
     std::vector<std::pair<int64_t, float*>> places;
-    for (const std::shared_ptr<Checkpoint>& each : checkpoints_)
-      if (each->position > start && each->position <= start + count) places.push_back({each->position - start, each->numbers() + offsets_[size_t(layer)]});
+    for (const auto* all : {&checkpoints_, &drafts_})
+      for (const std::shared_ptr<Checkpoint>& each : *all)
+        if (each->position > start && each->position <= start + count) places.push_back({each->position - start, each->numbers() + offsets_[size_t(layer)]});
+    std::sort(places.begin(), places.end());
     return places;
   }
 
@@ -208,9 +215,12 @@ class SequenceState {
   void restore(const SequenceState& from, int64_t position) {
     if (position == 0) std::fill(numbers_.begin(), numbers_.end(), 0.0f);
     else {
-      const auto found = std::find_if(from.checkpoints_.begin(), from.checkpoints_.end(), [&](const auto& each) { return each->position == position; });
-      if (found == from.checkpoints_.end()) throw std::invalid_argument("a recurrent state can only go back to a checkpoint");
-      std::copy_n((*found)->numbers(), numbers_.size(), numbers_.begin());
+      const Checkpoint* found = nullptr;
+      for (const auto* all : {&from.checkpoints_, &from.drafts_})
+        for (const auto& each : *all)
+          if (each->position == position) found = each.get();
+      if (!found) throw std::invalid_argument("a recurrent state can only go back to a checkpoint");
+      std::copy_n(found->numbers(), numbers_.size(), numbers_.begin());
     }
     positions_.assign(positions_.size(), position);
   }
@@ -219,11 +229,27 @@ class SequenceState {
     checkpoints_.erase(std::remove_if(checkpoints_.begin(), checkpoints_.end(), [&](const auto& each) { return each->position > position; }), checkpoints_.end());
   }
 
+  // Rows up to `end` were right: where there would be a checkpoint, that of a draft becomes one.
+  void keep_drafts(int64_t end) {
+    for (auto each = drafts_.begin(); each != drafts_.end();) {
+      const int64_t position = (*each)->position;
+      if (position <= 0 || position > end || position % CHECKPOINT_EVERY) ++each;
+      else add_checkpoint(std::move(*each)), each = drafts_.erase(each);
+    }
+  }
+
+  // Checkpoints behind `first`, `first` + 1, ... positions, in memory that the drafts before had.
+  void expect_drafts(int64_t first, int64_t count) {
+    while (int64_t(drafts_.size()) < count) drafts_.push_back(std::make_shared<Checkpoint>(NOWHERE, false, numbers_.size()));
+    for (int64_t i = 0; i < int64_t(drafts_.size()); i++) drafts_[size_t(i)]->position = i < count ? first + i : NOWHERE;
+  }
+
   // Of too many, one goes whose gap, if it is gone, is small beside its distance from the end: prompts part near their ends, so checkpoints are the
   // denser, the later they are. Ends of messages, where prompts part most often, count four times.
-  void add_checkpoint(int64_t position, bool message_end) {
+  void add_checkpoint(std::shared_ptr<Checkpoint> made) {
     const size_t most = std::max(LEAST_CHECKPOINTS, CHECKPOINT_BYTES / (numbers_.size() * sizeof(float)));
-    checkpoints_.push_back(std::make_shared<Checkpoint>(position, message_end, numbers_.size()));
+    const int64_t position = made->position;
+    checkpoints_.push_back(std::move(made));
     if (checkpoints_.size() <= most) return;
     size_t worst = 0;
     double least = INFINITY;
@@ -269,6 +295,8 @@ class SequenceState {
   std::vector<int64_t> offsets_;               // where each begins
   mutable std::vector<int64_t> positions_;     // that each is behind of
   std::vector<std::shared_ptr<Checkpoint>> checkpoints_;  // in order; sequences with a common beginning share them
+  static constexpr int64_t NOWHERE = -1;
+  std::vector<std::shared_ptr<Checkpoint>> drafts_;  // behind rows of the last pass that may be taken back
 };
 
 }  // namespace billfish
