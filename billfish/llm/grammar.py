@@ -21,6 +21,7 @@ from billfish.llm import grammar_process
 
 CALL = "json_schema"
 EXTRA = "serve"
+CHARACTERS = "characters in names, patterns and values"
 # What a schema may have at most. Schemas of programs have a tenth of it. What the limits let through may still take
 # long to compile: grammar_process.py ends that.
 LIMITS = {
@@ -30,7 +31,7 @@ LIMITS = {
     "required names": 2_000,
     "different $refs": 256,
     "members of an allOf": 10,
-    "characters in names, patterns and values": 64_000,
+    CHARACTERS: 64_000,
 }
 LONGEST_FORCED = 1000  # characters that become the tokens that the model knows best; of more, the longest that fit
 LARK = grammar_process.LARK
@@ -62,6 +63,21 @@ def json_schema(schema: Mapping[str, Any]) -> Grammar:
         return Grammar(json.dumps(schema))
     except (TypeError, ValueError) as error:
         raise DataError(failure(CALL, f"the schema is not JSON: {error}")) from None
+
+
+def text_grammar(text: str) -> Grammar:
+    """A grammar in llama.cpp's GBNF, or in llguidance's Lark. Raises DataError for one that exceeds LIMITS, or is no
+    GBNF. Whether it can be used is known when it is compiled."""
+    if len(text) > LIMITS[CHARACTERS]:
+        raise DataError(failure(CALL, f"the grammar has {len(text)} characters, more than {LIMITS[CHARACTERS]}"))
+    from llguidance.gbnf_to_lark import any_to_lark  # here: it is an extra
+
+    try:
+        lark = any_to_lark(text)
+    except Exception as error:  # it has no class for all that it raises
+        problem = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise DataError(failure(CALL, f"the grammar cannot be read: {problem}")) from None
+    return Grammar(lark if lark.startswith(LARK) else f"{LARK}\n{lark}")
 
 
 def read_response_format(call: str, given: object) -> Grammar | None:

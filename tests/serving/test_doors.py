@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import date
 from typing import Any
 
@@ -294,6 +295,50 @@ def test_thoughts_are_off_with_any_template(tmp_path, begins, off):
         answer = ok(server, "/v1/chat/completions", {"messages": ASKED, "max_tokens": 4, "temperature": 0})
         message = answer["choices"][0]["message"]
         assert "reasoning_content" not in message
+
+
+GBNF = 'root ::= "ab"{2,2} word+\nword ::= "b" | "c"{3}\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"grammar": GBNF}),
+        ("/v1/chat/completions", {"guided_grammar": 'start: "ab" "ab" /[bc]{3}/'}),
+        ("/v1/chat/completions", {"structured_outputs": {"grammar": GBNF}}),
+        ("/v1/completions", {"grammar": GBNF}),
+    ],
+)
+def test_grammars_of_llama_cpp_and_vllm(server, path, fields):
+    asked = {"messages": ASKED} if "chat" in path else {"prompt": "abba"}
+    answer = ok(server, path, {**asked, **fields, "max_tokens": 40, "seed": 1})
+    text = answer["choices"][0].get("text") or answer["choices"][0]["message"]["content"]
+    assert re.fullmatch("(ab){2}(b|c{3})+c{0,2}|(ab){2}[bc]{3}", text)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    ["root ::= this is (not valid", "root ::= other", "root ::= " + "(" * 20_000, 'root ::= "a' + "(" * 70_000],
+)
+def test_grammars_that_cannot_be_used(server, grammar):
+    for length in (0, 3):
+        status, _, answer = send(
+            server.url, "/v1/chat/completions", {"messages": ASKED, "grammar": grammar, "max_tokens": length}
+        )
+        assert (status, answer["error"]["param"]) == (400, "grammar")
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}], "grammar": GBNF}
+    assert send(server.url, "/v1/chat/completions", {"messages": ASKED, **tools})[0] == 400
+
+
+def test_a_schema_is_compiled_for_no_token(server):
+    body = {
+        "messages": ASKED,
+        "max_tokens": 0,
+        "response_format": {"type": "json_object", "schema": {"type": "hiccup"}},
+    }
+    assert send(server.url, "/v1/chat/completions", body)[0] == 400
+    body["response_format"]["schema"]["type"] = "integer"
+    assert ok(server, "/v1/chat/completions", body)["usage"]["completion_tokens"] == 0
 
 
 def test_a_day_for_templates_that_want_one(tmp_path):

@@ -129,7 +129,7 @@ def test_unknown_fields_are_ignored_and_told(server, caplog):
         ("function_call", "auto"),
         ("audio", {"voice": "x"}),
         ("web_search_options", {}),
-        ("grammar", "root ::= x"),
+        ("length_penalty", 2),
         ("ignore_eos", True),
         ("min_tokens", 5),
         ("use_beam_search", True),

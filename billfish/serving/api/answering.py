@@ -266,6 +266,10 @@ async def steps_of(service: Service, asked: Asked, receive: Receive) -> AsyncGen
     if asked.score is not None:
         asked.scores.extend(await while_there(service.client.score(*asked.score), receive))
     if asked.empty:
+        if asked.grammar is not None:  # whether it can be used
+            async with contextlib.aclosing(pieces_of(service, asked, receive)) as pieces:
+                await anext(pieces)
+            asked.answers.clear()
         yield []
         for index, choice in enumerate(asked.choices):
             choice.finish_reason = "length"

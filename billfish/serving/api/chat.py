@@ -127,9 +127,10 @@ class SchemaFormat(Body, tag_field="type", tag="json_schema"):
 class StructuredOutputs(Body):
     """vLLM's field."""
 
-    unsupported: ClassVar = {"regex": (), "grammar": (), "structural_tag": (), "choice": ()}
+    unsupported: ClassVar = {"regex": (), "structural_tag": (), "choice": ()}
     json: dict[str, Any] | None = None
     json_object: bool = False
+    grammar: str | None = None
 
 
 ResponseFormat = TextFormat | JsonFormat | SchemaFormat
@@ -186,6 +187,7 @@ def conversation_of(body: ChatBody, alternatives: int | None = None) -> Conversa
         choice=choice_of(body.tool_choice),
         parallel=body.parallel_tool_calls,
         schema=_schema_of(body),
+        text_grammar=_text_grammar_of(body),
         effort=body.reasoning_effort,
         variables=body.chat_template_kwargs,
         goes_on=goes_on,
@@ -213,6 +215,19 @@ def _schema_of(body: ChatBody) -> tuple[dict[str, Any], str] | None:
         given.append(_placed(kept.json if kept.json is not None else any_object, "structured_outputs.json"))
     given += [_placed(body.json_schema, "json_schema"), _placed(body.guided_json, "guided_json")]
     return next((each for each in given if each is not None), None)
+
+
+def _text_grammar_of(body: ChatBody) -> tuple[str, str] | None:
+    found = given_grammar(body)
+    if found is None and body.structured_outputs is not None and body.structured_outputs.grammar:
+        return body.structured_outputs.grammar, "structured_outputs.grammar"
+    return found
+
+
+def given_grammar(body: Options) -> tuple[str, str] | None:
+    """A grammar of llama.cpp's or of vLLM's, and the field that has it."""
+    named = {"grammar": body.grammar, "guided_grammar": body.guided_grammar}
+    return next(((text, field) for field, text in named.items() if text), None)
 
 
 def _placed(schema: dict[str, Any] | None, place: str) -> tuple[dict[str, Any], str] | None:

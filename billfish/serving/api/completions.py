@@ -10,10 +10,10 @@ from msgspec import Meta
 
 from billfish.llm.conversation.events import Event, Text
 from billfish.llm.detokenizer import MOST_ALTERNATIVES, Alternative, Token
-from billfish.llm.grammar import Grammar, json_schema
+from billfish.llm.grammar import Grammar, json_schema, text_grammar
 from billfish.llm.sampler import Scored
 from billfish.serving.api.answering import Asked, Choice, Format, Usage, event, schema_errors
-from billfish.serving.api.chat import DONE, ResponseFormat, head_of, schema_of, usage_of
+from billfish.serving.api.chat import DONE, ResponseFormat, given_grammar, head_of, schema_of, usage_of
 from billfish.serving.api.logprobs import Logprobs
 from billfish.serving.api.request_bodies import Refusal, refuse, wrong
 from billfish.serving.api.service import Prompt, Service
@@ -53,14 +53,20 @@ def read_completions(service: Service, body: CompletionBody) -> Asked:
     scores: list[list[list[Scored]]] = []
     format = CompletionFormat(service, body, prompts, scores, best_of)
     choices = [Choice() for _ in requests]
-    grammar = _grammar(body.response_format)
+    grammar = _grammar(body)
     return Asked(
         requests, choices, format, len(prompts), grammar, empty=body.max_tokens == 0, score=score, scores=scores
     )
 
 
-def _grammar(format: ResponseFormat | None) -> tuple[Grammar, str] | None:
-    found = schema_of(format)
+def _grammar(body: CompletionBody) -> tuple[Grammar, str] | None:
+    found, written = schema_of(body.response_format), given_grammar(body)
+    if written is not None:
+        text, place = written
+        if found is not None:
+            raise refuse(place, f"{place} cannot be used beside a schema.")
+        with schema_errors(place):
+            return text_grammar(text), place
     if found is None:
         return None
     schema, place = found

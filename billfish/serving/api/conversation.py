@@ -15,7 +15,7 @@ from billfish.llm.conversation.choose_reader import has_thought, opens_thought, 
 from billfish.llm.conversation.events import Call
 from billfish.llm.conversation.syntax import ChatSyntax
 from billfish.llm.conversation.write_calls import written_calls
-from billfish.llm.grammar import Grammar, json_schema
+from billfish.llm.grammar import Grammar, json_schema, text_grammar
 from billfish.serving.api.answering import Asked, Choice, Format, schema_errors
 from billfish.serving.api.request_bodies import refuse, wrong
 from billfish.serving.api.service import Service
@@ -61,7 +61,7 @@ class Turn:
 @dataclass(frozen=True)
 class Conversation:
     """What a client wants. place: the field that has the messages. tools_place: the one that has the functions.
-    schema: of the answer, and the field that says so. text_grammar: of the answer, in llguidance's Lark, instead.
+    schema: of the answer, and the field that says so. text_grammar: of the answer, in GBNF or Lark, instead.
     effort: of reasoning. variables: further ones for the template. goes_on: the last message is the beginning of the
     answer. begins: the prompt ends with what begins an assistant's message."""
 
@@ -73,6 +73,7 @@ class Conversation:
     choice: ToolChoice = ToolChoice()
     parallel: bool = True
     schema: tuple[Mapping[str, Any], str] | None = None
+    text_grammar: tuple[str, str] | None = None
     effort: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     goes_on: bool = False
@@ -154,6 +155,12 @@ def _grammar(
 ) -> tuple[Grammar, str] | None:
     """What the answer must be, and the field that says so."""
     syntax = service.syntax
+    if asked.text_grammar is not None:
+        text, place = asked.text_grammar
+        if functions or asked.schema is not None:
+            raise refuse(place, f"{place} cannot be used beside functions that may be called, or a schema.")
+        with schema_errors(place):
+            return text_grammar(text), place
     schema, place = asked.schema if asked.schema is not None else (None, asked.tools_place)
     if schema is not None and not functions and syntax.thought is None and not syntax.harmony:
         with schema_errors(place):

@@ -118,7 +118,7 @@ def too_long(field: str, size: str, limits: Limits) -> Refusal:
     """400 for a prompt that does not fit the context."""
     larger = limits.context < limits.model_context
     raised = f", or restart the server with a larger --context (at most {limits.model_context} for this model)" * larger
-    message = f"{field} has {size}, more than the context of {limits.context} tokens. Shorten it{raised}."
+    message = f"{field} is too large: {size} are more than the context of {limits.context} tokens. Shorten it{raised}."
     return refuse(field, message, "context_length_exceeded")
 
 

@@ -137,8 +137,6 @@ HARMLESS = frozenset(
 )
 # What would change an answer, and the values that do not.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "grammar": ("",),
-    "guided_grammar": (),
     "ignore_eos": (False,),
     "length_penalty": (1,),
     "lora_request": (),
@@ -177,6 +175,8 @@ class Options(Body):
     stop: Stops = []
     stream: bool = False
     stream_options: StreamOptions | None = None
+    grammar: str | None = None
+    guided_grammar: str | None = None
     draft: bool = True
 
     @property
