@@ -6,6 +6,7 @@ for piece in model.stream("Why is the sky blue?"):
     print(piece, end="", flush=True)
 """
 
+from billfish.llm.chat_answer import ChatAnswer
 from billfish.llm.detokenizer import Alternative, Token
 from billfish.llm.evaluation import Evaluation, evaluate
 from billfish.llm.generation import Generation
@@ -15,6 +16,7 @@ from billfish.llm.model import Model, default_model, load
 __all__ = [
     "Alternative",
     "Cache",
+    "ChatAnswer",
     "Evaluation",
     "Generation",
     "Model",

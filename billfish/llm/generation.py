@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
@@ -68,8 +68,10 @@ class Generation(Iterator[str]):
         logprobs: int | None = None,
         grammar: CompiledGrammar | None = None,
         drafter: Drafter | None = None,
+        shown: Collection[int] = (),
     ) -> None:
-        """Arguments are those of :meth:`Model.generate`, checked and encoded."""
+        """Arguments are those of :meth:`Model.generate`, checked and encoded. shown: control tokens whose names are
+        part of the text."""
         call = "llm.generate"
         decoder.check_prompt(prompt, call)
         decoder.check_tokens(call, "logit_bias", list(sampling.logit_bias))
@@ -86,7 +88,7 @@ class Generation(Iterator[str]):
         self._decoder, self._activations, self._sequence = decoder, activations, list(prompt)
         matcher = None if grammar is None else grammar.matcher()
         self._sampler = RequestSampler(sampling, prompt, matcher, logprobs)
-        self._detokenizer = Detokenizer(tokenizer, stop)
+        self._detokenizer = Detokenizer(tokenizer, stop, shown)
         self._is_cut_by_context = room < max_tokens
         self._drafter, self.drafts = drafter, DraftCounts()
         most, kinds = (0, (0.0,)) if drafter is None else (drafter.most, drafter.acceptance)

@@ -34,8 +34,11 @@ from billfish.core.files import path_of
 from billfish.core.progress import OnProgress, follow
 from billfish.core.typing import Activations, CacheType, Method
 from billfish.llm.adapters import read_adapter
+from billfish.llm.chat_answer import ChatAnswer, conversation_of
 from billfish.llm.chat_template import RESERVED, Message
 from billfish.llm.control_names import ControlNames
+from billfish.llm.conversation.chat import Prepared, prepare_chat
+from billfish.llm.conversation.chat_texts import ChatTexts
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.devices import check_device, make_decoder
 from billfish.llm.drafting.draft_model import ModelDrafter, check_vocabulary
@@ -69,6 +72,7 @@ ELSEWHERE = {
     **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words", "stop_token_ids"), "stop=[...], with strings"),
     **dict.fromkeys(("grammar", "json_schema", "guided_json", "structured_outputs"), "response_format={...}"),
     **dict.fromkeys(("messages", "input_ids", "inputs", "system"), "it as the prompt, the first argument"),
+    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"), "it to Model.chat"),
     "do_sample": "temperature=T above 0 to sample, or 0 for greedy decoding",
     "enable_thinking": "chat_template_kwargs={'enable_thinking': ...}",
     "past_key_values": "cache=model.cache()",
@@ -234,6 +238,60 @@ class Model(TextModel):
             >>> "".join(pieces) == stream.text
             True
         """
+        return self._generation(
+            prompt,
+            None,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
+            logit_bias=logit_bias,
+            seed=seed,
+            stop=stop,
+            logprobs=logprobs,
+            response_format=response_format,
+            chat_template_kwargs=chat_template_kwargs,
+            draft=draft,
+            draft_length=draft_length,
+            activations=activations,
+            raw=raw,
+            cache=cache,
+            adapter=adapter,
+            **unknown,
+        )
+
+    def _generation(
+        self,
+        prompt: Prompt,
+        prepared: Prepared | None,
+        *,
+        max_tokens: int = 512,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
+        seed: int = 0,
+        stop: str | Sequence[str] | None = None,
+        logprobs: int | bool | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        draft: str | Model | None = None,
+        draft_length: int | None = None,
+        activations: Activations | None = None,
+        raw: bool = False,
+        cache: Cache | None = None,
+        adapter: str | None = None,
+        **unknown: Any,
+    ) -> Generation:
+        """An answer that nothing is decoded of yet."""
         penalties, bias = (presence_penalty, frequency_penalty, repetition_penalty), logit_bias or {}
         sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, bias, CALL)
         how = (
@@ -247,7 +305,104 @@ class Model(TextModel):
             cache,
             adapter,
         )
-        return self._start(prompt, max_tokens, sampling, unknown, *how)
+        return self._start(prompt, max_tokens, sampling, unknown, *how, prepared)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> ChatAnswer:
+        """Answer a conversation, with calls of functions and thoughts apart from the text, as `billfish serve` does.
+
+        messages: as OpenAI has them, with `tool_calls` and `reasoning_content` of the assistant, and results of the
+        role "tool". `answer.message` is the next one.
+        tools: functions that may be called, as OpenAI describes them: {"type": "function", "function": {"name": ...,
+        "description": ..., "parameters": JSON schema}}. "strict": True holds arguments to the schema by a grammar.
+        tool_choice: "auto", "none", "required", or {"type": "function", "function": {"name": ...}}.
+        parallel_tool_calls: whether an answer may have several calls.
+        response_format, chat_template_kwargs: as in :meth:`generate`.
+        reasoning_effort: "none", "minimal", "low", "medium", "high" or "xhigh", for templates that know it; None is
+        the model's own.
+        settings: other arguments of :meth:`generate`: max_tokens, temperature, stop, logprobs, adapter, cache, ...
+
+        Raises DataError for a wrong setting and ModelError for a conversation that the model cannot take.
+
+            >>> model = bf.llm.load("model.gguf")
+            >>> answer = model.chat([{"role": "user", "content": "ab"}], max_tokens=4)
+            >>> answer.finish_reason, answer.message["role"], answer.tool_calls
+            ('length', 'assistant', [])
+        """
+        how = (messages, tools, tool_choice, parallel_tool_calls, response_format, reasoning_effort)
+        return self._start_chat(*how, chat_template_kwargs, settings).finish()
+
+    def chat_stream(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> ChatAnswer:
+        """Answer a conversation piece by piece. Arguments and errors are those of :meth:`chat`.
+
+        Returns an iterator over OpenAI's deltas: {"content": ...}, {"reasoning_content": ...} or {"tool_calls": [...]}.
+
+            >>> model = bf.llm.load("model.gguf")
+            >>> stream = model.chat_stream([{"role": "user", "content": "ab"}], max_tokens=4)
+            >>> "".join(delta["content"] for delta in stream) == stream.content
+            True
+        """
+        how = (messages, tools, tool_choice, parallel_tool_calls, response_format, reasoning_effort)
+        return self._start_chat(*how, chat_template_kwargs, settings)
+
+    async def chat_async(self, messages: Sequence[Message], **settings: Any) -> ChatAnswer:
+        """Answer a conversation beside an event loop, which stays free. Arguments and errors are those of :meth:`chat`.
+        `async for delta in model.chat_stream(...)` gives the pieces as they come.
+
+            >>> import asyncio
+            >>> model = bf.llm.load("model.gguf")
+            >>> asyncio.run(model.chat_async([{"role": "user", "content": "ab"}], max_tokens=4)).finish_reason
+            'length'
+        """
+        answer: ChatAnswer = await in_thread(partial(self.chat_stream, messages, **settings))
+        return await answer.finish_async()
+
+    def _start_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        tool_choice: str | Mapping[str, Any],
+        parallel_tool_calls: bool,
+        response_format: Mapping[str, Any] | None,
+        reasoning_effort: str | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        settings: Mapping[str, Any],
+    ) -> ChatAnswer:
+        asked = conversation_of(
+            messages,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel=parallel_tool_calls,
+            response_format=response_format,
+            effort=reasoning_effort,
+            variables=chat_template_kwargs,
+        )
+        prepared = prepare_chat(self._chat_texts, asked)
+        if unused := [name for name in ("raw", "prompt") if name in settings]:
+            raise DataError(failure("llm.chat", f"unknown argument {unused[0]!r}", "Call generate for a text."))
+        answer = self._generation(self.tokenizer.encode(prepared.text), prepared, **settings)
+        return ChatAnswer(answer, prepared.reader())
 
     async def generate_async(self, prompt: Prompt, **settings: Any) -> Generation:
         """Answer a prompt beside an event loop, which stays free. Arguments and errors are those of :meth:`generate`.
@@ -321,8 +476,10 @@ class Model(TextModel):
         raw: bool,
         cache: Cache | None,
         adapter: str | None,
+        prepared: Prepared | None = None,
     ) -> Generation:
-        """Check all settings and encode the prompt. Nothing is decoded yet."""
+        """Check all settings and encode the prompt. Nothing is decoded yet. prepared: a conversation, with its prompt
+        and its grammar."""
         self.decoder.check_answers(CALL)
         checked = self.decoder.check_activations(CALL, activations, self.decoder.usual)
         _check_settings(CALL, self.generate, max_tokens, unknown)
@@ -332,6 +489,10 @@ class Model(TextModel):
 
             found = read_response_format(CALL, response_format)
             grammar = None if found is None else compile_grammar(found, self._vocabulary)
+        if prepared is not None and prepared.grammar is not None:
+            from billfish.llm.grammar import compile_grammar
+
+            grammar = compile_grammar(prepared.grammar[0], self._vocabulary)
         return Generation(
             self.decoder,
             self.tokenizer,
@@ -343,6 +504,7 @@ class Model(TextModel):
             stop=_strings("stop", stop),
             logprobs=(0 if logprobs else None) if isinstance(logprobs, bool) else logprobs,
             grammar=grammar,
+            shown=() if prepared is None else prepared.shown,
             drafter=self.drafters(CALL, *draft, checked)(),
         )
 
@@ -377,7 +539,12 @@ class Model(TextModel):
     def drafters(
         self, call: str, draft: str | Model | None, length: int | None, activations: Activations | None
     ) -> Callable[[], Drafter | None]:
-        """Makes what drafts the tokens of one answer, or None. Raises where drafted rows would change it."""
+        """Makes what drafts the tokens of one answer, or None. Raises where drafted rows would change it.
+
+        >>> model = bf.llm.load("model.gguf")
+        >>> model.drafters("llm.generate", None, None, "exact")() is None
+        True
+        """
         most = check_draft_length(call, length)
         if draft is None or draft == "off":
             return lambda: None
@@ -397,6 +564,10 @@ class Model(TextModel):
             return drafter
 
         return make
+
+    @cached_property
+    def _chat_texts(self) -> ChatTexts:
+        return ChatTexts(self)
 
     @cached_property
     def _control_names(self) -> ControlNames:
@@ -582,7 +753,7 @@ class Model(TextModel):
             >>> model
             Model('small llama', closed)
         """
-        for name in (*HELD, "template", "_vocabulary", "_control_names", "_pooler"):
+        for name in (*HELD, "template", "_vocabulary", "_control_names", "_chat_texts", "_pooler"):
             self.__dict__.pop(name, None)
         gc.collect()  # a decoder and its layers refer to each other
 

@@ -14,11 +14,12 @@ from serving_http import TOOLS_TEMPLATE, events, send, serving
 from serving_script import scripted
 
 from billfish.llm.chat_template import ChatTemplate
+from billfish.llm.conversation.choice import Choice, message_of
 from billfish.llm.conversation.choose_reader import reader_of
 from billfish.llm.conversation.derive import derive
 from billfish.llm.detokenizer import Piece
 from billfish.serving.api import anthropic, chat, ollama, openai_responses
-from billfish.serving.api.answering import Choice, Format, Usage
+from billfish.serving.api.answering import Format, Usage
 from billfish.serving.ipc import session
 
 ASKED = [{"role": "user", "content": "abba"}]
@@ -443,7 +444,7 @@ def test_every_api_tells_thoughts_text_and_calls():
         calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
         assert "".join(call["function"].get("arguments", "") for call in calls) == '{"days": 1}'
         assert came[-1]["choices"][0]["finish_reason"] == "tool_calls"
-        message = chat.message_of(choice)
+        message = message_of(choice.message)
         assert (message["content"], message["reasoning_content"]) == ("Yes.", "maybe")
 
         came, _ = formatted(anthropic.MessagesFormat(service, True), size)

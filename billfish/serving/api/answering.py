@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from billfish.core.errors import DataError, ModelError
-from billfish.llm.conversation.events import Event, Message
-from billfish.llm.conversation.reader import PlainReader, Reader
+from billfish.llm.conversation.choice import Choice
+from billfish.llm.conversation.events import Event
 from billfish.llm.detokenizer import Piece, Token
 from billfish.llm.grammar import Grammar
 from billfish.llm.sampler import Scored
@@ -98,31 +98,6 @@ def json_response(value: object, status: int = 200, headers: Mapping[str, str] |
 
 
 # ---- what is asked and answered -------------------------------------------------------------------------------------
-
-
-@dataclass
-class Choice:
-    """One answer as it grows. reader: tells text from thoughts and calls. finish_reason: at its end, as OpenAI has it:
-    "stop", "length" or "tool_calls"."""
-
-    reader: Reader = field(default_factory=PlainReader)
-    message: Message = field(default_factory=Message)
-    tokens: list[Token] = field(default_factory=list)
-    finish_reason: str | None = None
-
-    def take(self, piece: Piece) -> list[Event]:
-        """Go on with the answer. Returns what is new."""
-        events = list(self.reader.read(piece.text))
-        if piece.finished:
-            events += self.reader.finish()
-        for event in events:
-            self.message.add(event)
-        self.tokens += piece.tokens
-        if self.reader.done:
-            self.finish_reason = "tool_calls"
-        elif piece.finished:
-            self.finish_reason = "tool_calls" if self.message.calls and piece.finished == "stop" else piece.finished
-        return events
 
 
 @dataclass(frozen=True)

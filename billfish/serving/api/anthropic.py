@@ -10,9 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 
 from billfish.llm.conversation.answer_grammar import Function
+from billfish.llm.conversation.choice import Choice
 from billfish.llm.conversation.events import Call, CallArguments, CallBegin, CallEnd, Event, Text, Thought
 from billfish.llm.detokenizer import MOST_STOPS, Token
-from billfish.serving.api.answering import Asked, Choice, Format, Usage, event
+from billfish.serving.api.answering import Asked, Format, Usage, event
 from billfish.serving.api.conversation import Conversation, ToolChoice, Turn, prepare, render
 from billfish.serving.api.request_bodies import Body, Refusal, refuse
 from billfish.serving.api.service import Service

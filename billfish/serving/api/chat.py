@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
 from billfish.core.version import __version__
 from billfish.llm.conversation.answer_grammar import Function
-from billfish.llm.conversation.events import Call, CallArguments, CallBegin, Event, Text, Thought
+from billfish.llm.conversation.choice import Choice, deltas_of, message_of
+from billfish.llm.conversation.events import Call, Event
 from billfish.llm.detokenizer import MOST_ALTERNATIVES, Token
-from billfish.serving.api.answering import Asked, Choice, Format, Usage, event
+from billfish.serving.api.answering import Asked, Format, Usage, event
 from billfish.serving.api.conversation import Conversation, ToolChoice, Turn, call_of, prepare
 from billfish.serving.api.logprobs import Logprobs
 from billfish.serving.api.request_bodies import Body, Refusal, refuse
@@ -310,7 +311,7 @@ class ChatFormat(Format):
         made = [
             {
                 "index": index,
-                "message": message_of(choice),
+                "message": message_of(choice.message),
                 "logprobs": None if self._logprobs is None else self._logprobs.of_chat(choice.tokens),
                 "finish_reason": choice.finish_reason,
             }
@@ -325,34 +326,6 @@ class ChatFormat(Format):
         choice = {"index": index, "delta": delta, "logprobs": found, "finish_reason": finish_reason}
         usage = {"usage": None} if self._include_usage else {}
         return event({**self._head, "object": "chat.completion.chunk", **usage, "choices": [choice]})
-
-
-def message_of(choice: Choice) -> dict[str, Any]:
-    """A whole message. Thoughts have two names: older clients read the one, newer ones the other."""
-    said = choice.message
-    made: dict[str, Any] = {"role": "assistant", "content": said.text if said.text or not said.calls else None}
-    if said.thought:
-        made |= {"reasoning_content": said.thought, "reasoning": said.thought}
-    if said.calls:
-        made["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in said.calls
-        ]
-    return made
-
-
-def deltas_of(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
-    """What a stream says of events."""
-    for each in events:
-        if isinstance(each, Text):
-            yield {"content": each.text}
-        elif isinstance(each, Thought):
-            yield {"reasoning_content": each.text, "reasoning": each.text}
-        elif isinstance(each, CallBegin):
-            function = {"name": each.name, "arguments": ""}
-            yield {"tool_calls": [{"index": each.index, "id": each.id, "type": "function", "function": function}]}
-        elif isinstance(each, CallArguments):
-            yield {"tool_calls": [{"index": each.index, "function": {"arguments": each.text}}]}
 
 
 def head_of(prefix: str, name: str) -> dict[str, Any]:

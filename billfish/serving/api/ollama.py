@@ -11,9 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
+from billfish.llm.conversation.choice import Choice
 from billfish.llm.conversation.events import CallEnd, Event, Text, Thought
 from billfish.llm.detokenizer import MOST_STOPS, Token
-from billfish.serving.api.answering import LINES, Asked, Choice, Format, Usage, encode
+from billfish.serving.api.answering import LINES, Asked, Format, Usage, encode
 from billfish.serving.api.chat import Tool, function_of
 from billfish.serving.api.completions import _with_suffix
 from billfish.serving.api.conversation import Conversation, Turn, call_of, prepare

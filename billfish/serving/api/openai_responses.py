@@ -13,9 +13,10 @@ import msgspec
 from msgspec import Meta
 
 from billfish.llm.conversation.answer_grammar import Function
+from billfish.llm.conversation.choice import Choice
 from billfish.llm.conversation.events import CallArguments, CallBegin, CallEnd, Event, Text, Thought
 from billfish.llm.detokenizer import MOST_ALTERNATIVES, Token
-from billfish.serving.api.answering import Asked, Choice, Format, Usage, event
+from billfish.serving.api.answering import Asked, Format, Usage, event
 from billfish.serving.api.chat import JsonFormat, TextFormat
 from billfish.serving.api.conversation import Conversation, ToolChoice, Turn, call_of, prepare
 from billfish.serving.api.request_bodies import Body, Refusal, refuse, wrong

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from billfish.checkpoints.tokenizer.tokenizer import CONTROL
 from billfish.core.errors import ModelError, readable
 from billfish.llm.chat_template import ChatTemplate
-from billfish.llm.control_names import ControlNames
-from billfish.llm.conversation.derive import derive
+from billfish.llm.conversation.chat_texts import ChatTexts
 from billfish.llm.conversation.syntax import ChatSyntax
 from billfish.llm.sampling_defaults import sampling_defaults
 from billfish.llm.text_model import TextModel
@@ -72,7 +69,7 @@ class Service:
         vocabulary = min(model.config.vocabulary, len(model.tokenizer.pieces))  # matrices may have more rows
         answers = min(facts.streams + facts.queue, MOST_ANSWERS)
         self.limits = Limits(facts.context, model.config.context, vocabulary, answers)
-        self._deriving = threading.Lock()
+        self.chat = ChatTexts(model)
         self._since = int(time.time())
         self._readers = ThreadPoolExecutor(READERS, "billfish-reader")
 
@@ -83,33 +80,7 @@ class Service:
     @property
     def syntax(self) -> ChatSyntax:
         """How the model's chat template writes thoughts and calls of functions."""
-        with self._deriving:  # it takes a while: no two threads do it
-            return self._syntax
-
-    @cached_property
-    def _syntax(self) -> ChatSyntax:
-        return ChatSyntax() if self.model.template is None else derive(self.model.template)
-
-    @cached_property
-    def control_tokens(self) -> dict[str, int]:
-        """Control tokens by their names."""
-        tokenizer = self.model.tokenizer
-        kinds = enumerate(tokenizer.kinds[: self.limits.vocabulary])
-        return {tokenizer.pieces[token]: token for token, kind in kinds if kind == CONTROL}
-
-    @cached_property
-    def marks(self) -> frozenset[int]:
-        """Control tokens that mark thoughts and calls. They are part of the text that is read."""
-        names = self.syntax.mark_texts()
-        ends = self.model.tokenizer.ends
-        found = {token for name, token in self.control_tokens.items() if name and any(name in text for text in names)}
-        return frozenset(found - set(ends))
-
-    @cached_property
-    def control_names(self) -> ControlNames:
-        """Names that are no control tokens where a client writes them."""
-        marks = {self.model.tokenizer.pieces[token] for token in self.marks}
-        return ControlNames(self.model.tokenizer, marks)
+        return self.chat.syntax
 
     @cached_property
     def defaults(self) -> dict[str, float]:
@@ -127,7 +98,7 @@ class Service:
 
     def warm_up(self) -> None:
         """Find out what the first chat needs, beside the loop."""
-        self._readers.submit(lambda: self.marks)
+        self._readers.submit(lambda: self.chat.marks)
 
     @cached_property
     def _longest(self) -> int:

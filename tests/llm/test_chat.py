@@ -1,0 +1,169 @@
+"""`Model.chat` says what the server says: functions, thoughts and schemas by the same code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from llm_models import Small, write_model
+from serving_http import TOOLS_TEMPLATE, send, serving
+
+from billfish.core.errors import DataError
+from billfish.llm import load
+from billfish.llm.chat_answer import ChatAnswer
+from billfish.llm.conversation.reader import AnswerReader
+from billfish.llm.conversation.syntax import HERMES, ChatSyntax, Marks, ThoughtSyntax
+
+USER = {"role": "user", "content": "ab"}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}},
+    "required": ["on"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "words", "parameters": PARAMETERS, "strict": True}}
+    for name in ("turn", "auto")
+]
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": PARAMETERS}}
+CALL = {"id": "call00001", "type": "function", "function": {"name": "turn", "arguments": '{"on": true}'}}
+PAST = [
+    {"role": "system", "content": "be short"},
+    USER,
+    {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call00001", "content": [{"type": "text", "text": "done"}]},
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "tools.gguf"
+    write_model(path, Small(context=2048, template=TOOLS_TEMPLATE))
+    with serving(path, streams=1) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"messages": [USER]},
+        {"messages": PAST, "tools": TOOLS},
+        {"messages": [USER], "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+        {"messages": PAST, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "auto"}}},
+        {"messages": [USER], "tools": TOOLS, "tool_choice": "none"},
+        {"messages": [USER], "response_format": SCHEMA},
+        {"messages": [USER], "stop": ["e", "a"], "seed": 3, "temperature": 0.9},
+        {"messages": [USER], "reasoning_effort": "none", "chat_template_kwargs": {"further": 1}},
+    ],
+)
+def test_the_answer_is_the_servers(server, asked):
+    """Whole and streamed."""
+    body = {"temperature": 0, "top_p": 1, "max_tokens": 40, **asked}
+    code, _, answer = send(server.url, "/v1/chat/completions", body)
+    assert code == 200, answer
+    [choice] = answer["choices"]
+    settings = {name: value for name, value in body.items() if name not in ("messages", "top_p")}
+    found = server.model.chat(body["messages"], activations="exact", **settings)
+    expected = choice["message"]
+    assert (found.content or None) == (expected["content"] or None)
+    assert found.reasoning_content == expected.get("reasoning_content", "")
+    assert [call["function"] for call in found.tool_calls] == [
+        call["function"] for call in expected.get("tool_calls", [])
+    ]
+    assert found.finish_reason == choice["finish_reason"]
+    assert found.generation.prompt_tokens == answer["usage"]["prompt_tokens"]
+    deltas = list(server.model.chat_stream(body["messages"], activations="exact", **settings))
+    assert "".join(delta.get("content", "") for delta in deltas) == found.content
+    pieces = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
+    assert "".join(piece["arguments"] for piece in pieces) == "".join(
+        call["function"]["arguments"] for call in found.tool_calls
+    )
+
+
+def test_calls_are_those_that_were_asked_for(server):
+    choice = {"type": "function", "function": {"name": "auto"}}
+    answer = server.model.chat([USER], tools=TOOLS, tool_choice=choice, max_tokens=60)
+    [call] = answer.tool_calls
+    assert call["function"]["name"] == "auto"
+    assert set(json.loads(call["function"]["arguments"])) == {"on"}
+    assert answer.finish_reason == "tool_calls"
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "done"}
+    again = server.model.chat([USER, answer.message, result], tools=TOOLS, max_tokens=4)
+    assert again.generation.prompt_tokens > answer.generation.prompt_tokens
+
+
+def test_thoughts_are_apart_from_the_text(server):
+    """From a model that writes what a test says."""
+    syntax = ChatSyntax(thought=ThoughtSyntax(Marks("<think>", "</think>")), calls=HERMES)
+
+    class Written:
+        finish_reason = None
+
+        def __init__(self, text):
+            self.pieces = iter([text[at : at + 3] for at in range(0, len(text), 3)])
+
+        def __next__(self):
+            try:
+                return next(self.pieces)
+            except StopIteration:
+                self.finish_reason = "stop"
+                raise
+
+    said = '<think>one two</think>three<tool_call>{"name": "turn", "arguments": {"on": true}}</tool_call>'
+    answer = ChatAnswer(Written(said), AnswerReader(syntax, {"turn": PARAMETERS}))
+    deltas = list(answer)
+    assert (answer.reasoning_content, answer.content, answer.finish_reason) == ("one two", "three", "tool_calls")
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "one two"
+    assert answer.message["tool_calls"][0]["function"]["name"] == "turn"
+    assert answer.message["reasoning_content"] == "one two"
+
+
+def test_an_event_loop_stays_free(server):
+    async def both():
+        answer = await server.model.chat_async([USER], max_tokens=6)
+        return answer.content, [delta async for delta in server.model.chat_stream([USER], max_tokens=6)]
+
+    text, deltas = asyncio.run(both())
+    assert "".join(delta["content"] for delta in deltas) == text == server.model.chat([USER], max_tokens=6).content
+
+
+def test_a_cache_and_log_probabilities_go_on(server):
+    cache = server.model.cache()
+    first = server.model.chat([USER], max_tokens=4, cache=cache, logprobs=2)
+    assert len(first.generation.logprobs) == len(first.generation.tokens)
+    second = server.model.chat([USER, first.message, USER], max_tokens=4, cache=cache)
+    assert second.generation.reused_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"messages": "ab"}, "messages"),
+        ({"messages": [{"role": "other", "content": ""}]}, "messages[0].role"),
+        ({"messages": [USER], "tools": [{"name": "turn"}]}, "tools[0]"),
+        ({"messages": [USER], "tools": [TOOLS[0], TOOLS[0]]}, "same name"),
+        ({"messages": [USER], "tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
+        ({"messages": [USER], "tool_choice": "required"}, "tool_choice"),
+        ({"messages": [USER], "tools": TOOLS, "tool_choice": {"function": {"name": "other"}}}, "other"),
+        ({"messages": [USER], "response_format": {"type": "xml"}}, "response_format"),
+        ({"messages": [USER], "reasoning_effort": "much"}, "reasoning_effort"),
+        ({"messages": [USER], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"messages": [USER], "raw": True}, "raw"),
+        ({"messages": [USER], "max_token": 3}, "max_tokens"),
+        (
+            {"messages": [{**PAST[2], "tool_calls": [{**CALL, "function": {"name": "a", "arguments": "["}}]}]},
+            "tool_calls",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(server, asked, named):
+    with pytest.raises(DataError) as error:
+        server.model.chat(**asked)
+    assert named in str(error.value)
+
+
+def test_a_model_without_a_template_says_so(tmp_path):
+    write_model(tmp_path / "plain.gguf", Small(template=""))
+    with load(tmp_path / "plain.gguf") as model, pytest.raises(DataError, match="no chat template"):
+        model.chat([USER])
