@@ -295,12 +295,13 @@ class RequestSampler(Sampler):
 
 
 def with_best(logits: NDArray[np.float32], token: int, count: int) -> list[Scored]:
-    """Return a token and the `count` best ones, best first, with their log probabilities."""
+    """Return a token and the `count` best ones, best first, with their log probabilities. Of equal ones, the first
+    counts: backends/cuda/log_probabilities.cu does the same."""
     exact = logits.astype(np.float64)
     exact -= exact.max()
     exact -= np.log(np.exp(exact).sum())
-    near = np.sort(np.argpartition(-exact, count - 1)[:count]) if count else np.empty(0, np.intp)
-    best = near[np.argsort(-exact[near], kind="stable")]
+    near = np.flatnonzero(exact >= np.partition(exact, -count)[-count]) if count else np.empty(0, np.intp)
+    best = near[np.argsort(-exact[near], kind="stable")][:count]
     return [(int(i), float(exact[i])) for i in (token, *best)]
 
 

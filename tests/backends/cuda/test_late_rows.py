@@ -61,6 +61,7 @@ def test_logits_are_adjusted_to_the_bit(vocabulary):
 def test_the_best_come_with_their_log_probabilities(vocabulary):
     logits, wanted = rows_of_logits(vocabulary), [0, 20, -1, 5]
     logits[2, 7:11] = logits[2].max() + 1  # the best four are equal
+    logits[1] = np.rint(logits[1])  # and many, of which only some are among the best
     rows = np.zeros(4, LATE_ROW)
     rows["row"], rows["alternatives"] = [4, 1, 0, 2], wanted
     picked, scored = np.array([3, 28, 5, 11], np.int32), np.zeros((4, MOST_SCORED), SCORED_TOKEN)
