@@ -158,6 +158,17 @@ def test_a_known_schema_needs_no_process(engine, monkeypatch):
     compiled(engine, {"type": "boolean"})
 
 
+def test_the_first_schema_need_not_wait_for_the_process(tmp_path, monkeypatch):
+    with Engine(small_model(tmp_path), streams=1) as engine, monkeypatch.context() as patched:
+        engine.warm_grammars()
+        patched.setattr(grammar_compiler.GrammarProcess, "_start", lambda self: pytest.fail("started again"))
+        patched.setattr(grammar.Vocabulary, "record", lambda self: pytest.fail("read again"))
+        compiled(engine, {"type": "boolean"})
+    with Engine(small_model(tmp_path), streams=1) as engine:
+        monkeypatch.setattr(engine.model.tokenizer, "ends", set())
+        engine.warm_grammars()  # what a grammar would be refused for is no error here
+
+
 def test_requests_do_not_share_what_a_lexer_has_learnt(engine):
     """llguidance counts the states of all copies of a matcher against one limit."""
     assert compiled(engine, {"type": "string"})._native is not compiled(engine, {"type": "string"})._native

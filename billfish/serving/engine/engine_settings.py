@@ -36,7 +36,7 @@ def start_engine(path: str | None, adapters: Mapping[str, str], settings: Engine
     )
     for name, folder in adapters.items():
         model.load_adapter(name, folder)
-    return Engine(
+    engine = Engine(
         model,
         streams=s.streams,
         context=s.context,
@@ -46,3 +46,6 @@ def start_engine(path: str | None, adapters: Mapping[str, str], settings: Engine
         draft=load_drafter("serve", model, s.draft, s.draft_length, s.activations),
         draft_length=s.draft_length,
     )
+    if model.decoder.overlaps:  # a GPU's steps are so short that all would wait for the first grammar's vocabulary
+        engine.warm_grammars()
+    return engine

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from billfish.core.errors import BackendUnavailable, DataError, failure
+from billfish.core.errors import BackendUnavailable, BillfishError, DataError, failure
 from billfish.core.extras import folder_of
 from billfish.llm import grammar_process
 from billfish.llm.chat_template import ENVIRONMENT
-from billfish.llm.grammar import CALL, EXTRA, CompiledGrammar, Grammar, Vocabulary, compile_grammar
+from billfish.llm.grammar import CALL, EXTRA, CompiledGrammar, Grammar, Vocabulary, compile_grammar, json_object
 from billfish.llm.grammar_process import CPU_SECONDS, MEMORY_BYTES, STACK_BYTES, WALL_SECONDS
 from billfish.serving.engine.requests import QueueFull, ServerClosing
 
@@ -64,6 +64,12 @@ class GrammarCompiler:
             except queue.Full:
                 raise QueueFull(f"{QUEUE} schemas are waiting to be compiled. Retry later.") from None
         return done
+
+    def warm(self) -> None:
+        """Do what the first grammar would wait for, and whoever runs beside it: start the process, and give llguidance
+        the vocabulary. Nothing, where a grammar would be refused."""
+        with contextlib.suppress(BillfishError):
+            self.compile(json_object()).result()
 
     def close(self) -> None:
         """End the process and the threads. Grammars that are not compiled raise ServerClosing."""
