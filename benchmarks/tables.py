@@ -208,6 +208,17 @@ def waves_short(results: Results) -> str:
     )
 
 
+def soaked(results: Results) -> str:
+    """Words: how many requests a soak had, and what came of them."""
+    if results["wrong"]:
+        return f"{results['wrong']} of {results['requests']:,} answers were lost or wrong"
+    ends = results["ends"]
+    return (
+        f"of {results['requests']:,} requests none was lost or got another's answer, with {ends['cancelled']:,}"
+        f" cancelled, {ends['left']:,} left by their clients and {results['preemptions']:,} preemptions"
+    )
+
+
 # ---- quality ----------------------------------------------------------------------------------------------------
 
 
@@ -669,6 +680,7 @@ TABLES: Mapping[str, Table] = {
         "python -m benchmarks.serving_waves --device cuda --models FOLDER --decoder --json FILE",
     ),
     "serving-h200-short": Table("serving_h200.json", waves_short),
+    "serving-soak": Table("serving_soak.json", soaked),
     "vllm-tokens": Table("vllm_tokens.json", served, "make test-vllm"),
     "vllm-xeon": Table("vllm_xeon.json", served_speed, "build/vllm/bin/python -m benchmarks.vllm_speed --json FILE"),
     # matmuls on CPUs

@@ -170,7 +170,7 @@ def known_answers(model: Model, count: int, longest: int, seed: int = 0) -> list
         prompt += [rng.randrange(4, vocabulary) for _ in range(rng.randrange(1, longest // 4))]
         how: dict[str, Any] = {"temperature": rng.choice([0.0, 0.8, 1.5]), "top_p": 0.95, "seed": number}
         how["frequency_penalty"], how["min_p"] = rng.choice([0.0, 0.0, 0.4]), rng.choice([0.0, 0.02])
-        how["logit_bias"] = {rng.randrange(4, vocabulary): 2.0} if rng.random() < 0.2 else {}
+        how["logit_bias"] = dict.fromkeys(sorted(model.tokenizer.ends), 5.0) if rng.random() < 0.3 else {}
         length, logprobs = rng.randint(1, longest // 4), rng.choice([None, None, None, 2])
         answer = model.generate(prompt, max_tokens=length, activations=exact(model), logprobs=logprobs, **how)
         tokens = [token for token in answer.tokens if token not in model.tokenizer.ends]
@@ -188,11 +188,10 @@ def soak(
     alone: the same model once more, to answer alone: an engine may use all pages that its model has taken before."""
     pool, started = known_answers(alone or model, 60, longest), time.perf_counter()
     about: dict[str, Any] = {"streams": streams, "context": longest, "queue": streams - 1, "activations": exact(model)}
-    # Requests start as soon as there is room for their prompts, so that they are preempted all the time.
-    with (
-        patch.object(engines, "SPARE", 0),
-        Engine(model, cache_tokens=(longest + 96) * streams // 6, **about) as engine,
-    ):
+    # Requests start as soon as there is room for their prompts, so that they are preempted all the time. On a GPU they
+    # share pages of prefixes, and need fewer.
+    about["cache_tokens"] = max(longest, (longest + 96) * streams // (6 if model.decoder.device == "cpu" else 16))
+    with patch.object(engines, "SPARE", 0), Engine(model, **about) as engine:
         if model.decoder.device != "cpu":
             engine._rows_again = 1  # a decode step's rows have other bits than a prompt's, and exact mode knows that
         found = Soak(engine, pool, requests, clients=2 * streams)
