@@ -275,6 +275,20 @@ def others(results: Results) -> str:
     return table(rows)
 
 
+def sweep(results: Results) -> str:
+    """A model in every format: the columns that the community compares files by. Smallest first."""
+    head = ["file", "GiB", "bits per weight", "perplexity", "KL divergence", "KL, 99.9 %", "same top-1 token"]
+    rows = []
+    for record in sorted(results["records"], key=lambda r: (r["bits_per_weight"], -r["divergence"])):
+        perplexity = f"{record['perplexity']:.2f} ± {record['perplexity_error']:.2f}"
+        kl = f"{record['divergence']:.4f} ± {record['divergence_error']:.4f}"
+        name = f"{record['format']}, {record['method']}"
+        name = name if record["by"] == "billfish" else f"{record['by']} {name}"
+        sizes = [f"{record['bytes'] / 2**30:.3f}", f"{record['bits_per_weight']:.2f}"]
+        rows.append([name, *sizes, perplexity, kl, f"{record['divergence_999']:.2f}", f"{record['same_best']:.1%}"])
+    return table([head, *rows])
+
+
 def plan(results: Results) -> str:
     """The plan of `--bits`, as an example of one."""
     found = next(record["plan"] for record in results["records"] if record["method"] == "bits")
@@ -760,6 +774,7 @@ TABLES: Mapping[str, Table] = {
     "quality-llm-others": Table("quality.json", others, QUALITY),
     "quality-embeddings": Table("quality.json", embeddings, QUALITY),
     "quality-range": Table("quality.json", divergences),
+    "sweep": Table("sweep.json", sweep, "python -m benchmarks.sweep MODEL --text FILE --calibrate FILE"),
     "quality-plan": Table("quality.json", plan),
     "activations-kl": Table("activations.json", activation_rounding, "python -m benchmarks.activations --json FILE"),
     "search-errors": Table("quantization_error.json", search, "python -m benchmarks.quantization_error --json FILE"),

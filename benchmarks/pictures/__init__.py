@@ -32,4 +32,5 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     ),
     "roofline-gpu": charts.gpu_roofline,
     "kl": charts.kl,
+    "sweep": charts.sweep,
 }

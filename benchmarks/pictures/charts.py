@@ -406,3 +406,51 @@ def kl() -> Drawing:
             fill = METHODS["weighted" if record["method"] == "bits" else record["method"]][1]
             drawing.circle(across(record["divergence"]), y, 6, fill)
     return drawing
+
+
+SWEEP = {
+    "rtn": ("rtn", "grey"),
+    "mse": ("mse", "blue"),
+    "imatrix": ("llama.cpp", "green"),
+    "weighted": ("--calibrate", "orange"),
+    "gptq": ("gptq", "pink"),
+    "tune": ("gptq, tuned", "yellow"),
+}
+
+
+def sweep() -> Drawing:
+    """KL divergence over bits per weight, both logarithmic: a point for each file, a line for each method."""
+    results = records.read("sweep.json")
+    found = sorted(results["records"], key=lambda r: (r["bits_per_weight"], r["divergence"]))
+    methods = [method for method in SWEEP if any(r["method"] == method for r in found)]
+    model = results["about"]["model"]
+    title = f"KL divergence over bits per weight, {model}"
+    drawing = Drawing(960, 560, title, "KL divergence from the original file over bits per weight, by method.")
+    drawing.text(20, 32, title, size=18, bold=True)
+    about = (
+        f"From the file as it is, on {found[0]['tokens']:,} predicted tokens; every matrix of the layers requantized."
+    )
+    drawing.text(20, 54, f"{about} {results['date']}.", fill="dim")
+    x = 20.0
+    for method in methods:
+        label, fill = SWEEP[method]
+        drawing.circle(x + 6, 76, 5, fill)
+        drawing.text(x + 18, 80, label, size=12)
+        x += 42 + 8 * len(label)
+    bits, lost = ([record[name] for record in found] for name in ("bits_per_weight", "divergence"))
+    across = Axis(min(bits) / 1.04, max(bits) * 1.04, 76, 930, log=True)
+    up = Axis(min(lost) / 1.3, max(lost) * 1.3, 500, 104, log=True)
+    for value in (2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8):
+        if across.low <= value <= across.high:
+            drawing.line([(across(value), 104), (across(value), 500)], "line", width=0.7)
+            drawing.text(across(value), 518, f"{value:g}", size=11, fill="dim", anchor="middle")
+    for value in (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1):
+        if up.low <= value <= up.high:
+            drawing.line([(76, up(value)), (930, up(value))], "line", width=0.7)
+            drawing.text(68, up(value) + 4, f"{value:g}", size=11, fill="dim", anchor="end")
+    drawing.text(930, 540, "bits per weight of the layers, scales included", size=11, fill="dim", anchor="end")
+    drawing.text(20, 540, "KL divergence, nats: smaller is better", size=11, fill="dim")
+    for method in methods:
+        for record in (record for record in found if record["method"] == method):
+            drawing.circle(across(record["bits_per_weight"]), up(record["divergence"]), 5, SWEEP[method][1])
+    return drawing

@@ -93,6 +93,7 @@ def record_of(
         "divergence_error": found.divergence_error,
         "same_best": found.same_best,
         "same_best_error": found.same_best_error,
+        "divergence_999": found.divergence_999,
     }
 
 

@@ -29,7 +29,8 @@ class Evaluation:
 
     loss: cross-entropy; its exponential is the perplexity. divergence: KL divergence from the other model's
     predictions.
-    same_best: the share of tokens where both have the same most likely token. The last four are None without another
+    divergence_999: that of the token at the 99.9 percentile.
+    same_best: the share of tokens where both have the same most likely token. All of these are None without another
     model.
 
         >>> bf.llm.Evaluation(tokens=10, loss=2.0, loss_error=0.1).divergence is None
@@ -43,6 +44,7 @@ class Evaluation:
     divergence_error: float | None = None  # of `divergence`
     same_best: float | None = None  # how often both think the same token likeliest
     same_best_error: float | None = None  # of `same_best`
+    divergence_999: float | None = None  # which one token of a thousand exceeds
 
     @property
     def perplexity(self) -> float:
@@ -132,8 +134,9 @@ def evaluate(
     count = sum(len(part.loss) for part in found)
     if truth is None:
         return Evaluation(count, loss, loss_error)
-    divergence, same = ([getattr(part, name) for part in found] for name in ("divergence", "same_best"))
-    return Evaluation(count, loss, loss_error, *_mean(np.concatenate(divergence)), *_mean(np.concatenate(same)))
+    divergence, same = (np.concatenate([getattr(part, name) for part in found]) for name in ("divergence", "same_best"))
+    tail = float(np.quantile(divergence, 0.999))
+    return Evaluation(count, loss, loss_error, *_mean(divergence), *_mean(same), tail)
 
 
 def usual_window(*models: Model) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -139,6 +140,12 @@ def quantize_to_bits(
     # Whatever the writer refuses is refused before hours of measurements.
     tried = _trials(checkpoint, candidates) if plan is None else [plan]
     wanted = set[str]().union(*(check_export(CALL, checkpoint, destination, settings_for(trial)) for trial in tried))
+    if plan is not None:
+        average = _average_bits(checkpoint, wanted, settings_for(plan), len(keep))
+        if average > bits:
+            LOG.warning(
+                "%s has %.3f bits per weight on average, more than --bits %g. The plan counts.", written, average, bits
+            )
     in_order, kept = _in_order(sequential, method, statistics), None
     with contextlib.ExitStack() as stack:
         known = None
@@ -166,6 +173,23 @@ def quantize_to_bits(
     if kept is not None:
         kept.unlink(missing_ok=True)
     return report
+
+
+def _average_bits(checkpoint: Checkpoint, wanted: set[str], settings: Settings, rules: int) -> float:
+    """Bits for each weight that a plan chooses the format of: of all that is quantized, what none of so many rules of
+    the user is for."""
+    assert settings.quantization is not None
+    planned = replace(settings.quantization, rules=settings.quantization.rules[rules:])
+    total, weights = 0.0, 0
+    for name in wanted:
+        shape = checkpoint.describe(name).shape
+        choice = planned.choice(name, name, shape)
+        if choice is not None:
+            format, group_size = choice
+            group = format.check_group_size(CALL, group_size, shape[-1])
+            weights += math.prod(shape)
+            total += math.prod(shape) * format.bits_per_weight(group)
+    return total / weights if weights else 0.0
 
 
 def _in_order(sequential: bool | None, method: str, statistics: object) -> bool:

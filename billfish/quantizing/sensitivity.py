@@ -224,7 +224,20 @@ class Damage:
                 f"{candidate.name} {self._known[f'{kind} in {candidate.name}']:.4g}" for candidate in self.candidates
             ]
             lines.append(f"  {kind}: {', '.join(cells)}")
+        roles = dict[str, list[float]]()
+        for matrix, choice in chosen.items():
+            known = roles.setdefault(role_of(matrix.kind), [0, 0])
+            known[0], known[1] = known[0] + choice.bits, known[1] + matrix.weights
+        if "experts" in roles:  # what every token uses, and what some do
+            lines.append(f"bits by role: {', '.join(f'{role} {b / n:.2f}' for role, (b, n) in sorted(roles.items()))}")
         return lines
+
+
+def role_of(kind: str) -> str:
+    """What a matrix is for in a model with experts: those take some tokens each, all others take every token."""
+    if "_shexp" in kind:
+        return "shared expert"
+    return "experts" if "_exps" in kind else "feed-forward" if kind.startswith("ffn") else "attention"
 
 
 def _grouped(matrices: Iterable[Matrix], field: str) -> dict[Any, set[Matrix]]:

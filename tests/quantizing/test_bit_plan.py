@@ -105,8 +105,12 @@ def test_bits_are_the_average_and_the_plan_can_be_edited(model, tmp_path, capsys
     rules = BitPlan.load(plan)
     assert {rules.format, *rules.keep.values()} == {"q4_0", "q8_0"}
     assert "bits per weight. KL divergence" in plan.read_text()
+    assert "more than --bits" not in capsys.readouterr().err
+    assert quantize(model, tmp_path / "again.gguf", "--bits", 6, "--plan", plan, "--keep", "token_embd=q8_0") == 0
+    assert "more than --bits" not in capsys.readouterr().err
     plan.write_text("=q8_0\n")
     assert quantize(model, tmp_path / "edited.gguf", "--bits", 6, "--plan", plan) == 0
+    assert "8.500 bits per weight on average, more than --bits 6" in capsys.readouterr().err
     assert load(tmp_path / "edited.gguf").decoder.tensors.bits_per_weight == 8.5
     assert not list(tmp_path.glob("*.partial*"))
 
@@ -139,6 +143,7 @@ def test_experts_of_a_folder_have_one_rule(tmp_path, name, rule):
         plan = tmp_path / "plan"  # made once
         assert quantize(tmp_path / name, tmp_path / out, "--bits", 6, "--formats", "mxfp4,q8_0", "--plan", plan) == 0
         assert rule in plan.read_text()
+        assert "# bits by role: attention " in plan.read_text()
         written = [about for about in map(bf.load(tmp_path / out).describe, bf.load(tmp_path / out)) if about.format]
         bits = 8 * sum(about.nbytes for about in written) / sum(math.prod(about.shape) for about in written)
         assert 5.5 < bits <= 6

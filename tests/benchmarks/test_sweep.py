@@ -1,0 +1,62 @@
+"""The sweep: what it runs for each case, and what becomes of its records."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+from llm_models import Small, write_model
+
+import billfish as bf
+from benchmarks import sweep, tables
+from billfish.llm import load
+from billfish.llm.evaluation import Truth
+
+TEXT = "ab abba, what is this? A few words of a text; 12 numbers and more. " * 6
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    write_model(tmp_path / "model.gguf", Small(quantization="F32"))
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "model.gguf"
+
+
+def test_a_sweep_goes_on_where_it_was_stopped(model, monkeypatch, capsys):
+    record = model.parent / "sweep.json"
+    words = [str(model), "--text", str(model.parent / "text.txt"), "--tokens", "120", "--device", "cpu"]
+    for formats in ("q4_0", "q4_0,q8_0,u4b8"):
+        more = ["--formats", formats, "--methods", "rtn,mse", "--json", str(record)]
+        monkeypatch.setattr(sys, "argv", ["sweep", *words, *more])
+        sweep.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        f"billfish, {format}, {method}" for format in ("q4_0", "q8_0", "u4b8") for method in ("rtn", "mse")
+    ]
+    found = sweep.records.Growing(record, records=[]).content["records"]
+    best = min(found, key=lambda one: one["divergence"])
+    assert best["format"] == "q8_0"
+    assert all(one["divergence_999"] > one["divergence"] > 0 for one in found)
+    shown = tables.sweep({"records": found}).strip().splitlines()
+    assert len(shown) == 2 + len(found)
+    assert shown[2].startswith("| u4b8, ")
+
+
+def test_llama_cpp_s_program_is_another_row(model):
+    """A program that writes what llama.cpp's would."""
+    theirs = model.parent / "made.gguf"
+    bf.quantize_checkpoint(model, theirs, "q4_0", method="rtn", progress=False)
+    program = model.parent / "llama-quantize"
+    program.write_text(f'#!/bin/sh\n[ "$1 $4" = "--allow-requantize Q4_0" ] && cp {theirs} "$3"\n')
+    program.chmod(0o755)
+    flags = argparse.Namespace(
+        formats=[], methods=[], mixes=["Q4_0"], llama_quantize=program, imatrix=None, device="cpu", calibrate=None
+    )
+    [case] = sweep.cases(flags)
+    reference = load(model, device="cpu", progress=False)
+    truth = Truth(reference, reference.tokenizer.encode(TEXT, special=False)[:100])
+    record = sweep.measured(case, sweep.write(case, model, model.parent, flags), truth, "cpu")
+    assert (record["by"], record["bits_per_weight"], record["tokens"]) == ("llama.cpp", 4.5, 99)
+    assert record["bytes"] == theirs.stat().st_size
