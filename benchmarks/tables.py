@@ -102,6 +102,16 @@ def hybrid(results: Results) -> str:
     return table(lines)
 
 
+def drafting(results: Results) -> str:
+    """tok/s of SmolLM2 without and with n-gram drafts; in brackets, the median speed-up of runs in turns."""
+    lines = [["SmolLM2-135M, greedy", "activations", "plain", "`--draft ngram`", "accepted", "tokens a step"]]
+    for each in results["records"]:
+        plain, drafted = (f"{each[f'{name}_tok_per_s']:.0f} tok/s" for name in ("plain", "ngram"))
+        share, count = f"{each['acceptance']:.0%}", f"{each['tokens_per_step']:.2f}"
+        lines.append([each["workload"], each["activations"], plain, f"{drafted} ({each['ratio']:.2f})", share, count])
+    return table(lines)
+
+
 def peers(results: Results) -> str:
     """Whose figures the peers' columns are."""
     found = results["about"]["peers"]
@@ -678,6 +688,7 @@ TABLES: Mapping[str, Table] = {
     "llm-xeon": Table("llm_xeon.json", speed, LLM),
     "llm-xeon-peers": Table("llm_xeon.json", peers),
     "qwen35": Table("qwen35.json", hybrid, "python -m benchmarks.qwen35_speed --json FILE"),
+    "drafting-xeon": Table("drafting_xeon.json", drafting, "python -m benchmarks.drafting --json FILE"),
     "llm-h200": Table("llm_cuda_h200.json", llm_gpu, "python -m benchmarks.llm_cuda --llama FOLDER --json FILE"),
     "llm-h200-prefill-fp8": Table("cuda_bytes_h200.json", prefill_fp8),
     "token-h200": Table("token_h200.json", token_gpu, "python -m benchmarks.token_cuda --json FILE"),
