@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import Activations, CacheType
 from billfish.llm.adapters import AdaptedMatrix
-from billfish.llm.decoder_base import Decoder, Passage, with_drafts
+from billfish.llm.decoder_base import Decoder, MtpDecoder, Passage, with_drafts
 from billfish.llm.kv_cache import Cache, Floats
 from billfish.llm.model_weights import CALL, ExpertTensor, ModelTensors, Tensor
 from billfish.llm.sampler import Choice, Sampler
@@ -43,12 +44,13 @@ from billfish.models.description import (
     Matrix,
     Mixture,
     Model,
+    MtpBlock,
     ShortConvolution,
     Stack,
     Vector,
     tensors_in,
 )
-from billfish.ops.matmul import dequantize
+from billfish.ops.matmul import dequantize, quantized_linear
 
 # Gets a layer, one of its inputs, the expert that multiplies it or -1, and the rows.
 Observe = Callable[[int, int, int, Floats], object]
@@ -122,11 +124,30 @@ class CpuDecoder(Decoder):
         self._native = self._make_native(self._packed, self._stacks)
         self._set_embedding()
 
+    @cached_property
+    def mtp(self) -> CpuMtpDecoder | None:
+        return None if self.config.mtp is None else CpuMtpDecoder(self, self.config.mtp)
+
+    def native_mtp(self, mtp: MtpBlock) -> _cpu.Decoder:
+        """A native decoder of the block, with the model's head."""
+        parts = [*tensors_in(mtp.block)]
+        matrices = [part for part in parts if isinstance(part, Matrix)]
+        packed = dict(zip(matrices, self._backend.pack_all(map(self._matrix, matrices)), strict=True))
+        stacks = {part: self._backend.pack_experts(self._stack(part)) for part in parts if isinstance(part, Stack)}
+        config = dataclasses.replace(self.config, blocks=(mtp.block,), final_norm=mtp.norm)
+        self.nbytes += sum(each.nbytes for each in (*packed.values(), *stacks.values()))
+        return self._make_native(self._packed | packed, stacks, config, self.tensors.vector(mtp.norm))
+
     def _make_native(
-        self, packed: dict[Matrix, PackedWeights | PlainWeights], stacks: dict[Stack, PackedExperts]
+        self,
+        packed: dict[Matrix, PackedWeights | PlainWeights],
+        stacks: dict[Stack, PackedExperts],
+        config: Model | None = None,
+        last_norm: Floats | None = None,
     ) -> _cpu.Decoder:
         """The native decoder: the description as dictionaries, with arrays for its tensors."""
-        c, tensors = self.config, self.tensors
+        c, tensors = config or self.config, self.tensors
+        last_norm = self.last_norm if last_norm is None else last_norm
         orders: dict[bytes, Array] = {}  # matrices with one order share its array, and x is put into it once for them
 
         def matrix(part: Matrix) -> _cpu.PackedMatrix:
@@ -172,7 +193,7 @@ class CpuDecoder(Decoder):
             about = {field: native(getattr(per_layer, field)) for field in ("size", "projection", "norm")}
             scales = {"scale": per_layer.scale, "projection_scale": per_layer.projection_scale}
             decoder.set_per_layer_embedding({**about, **scales, "layers": c.layers})
-        last: dict[str, Any] = {"norm": self.last_norm / np.float32(c.logit_scale)}
+        last: dict[str, Any] = {"norm": last_norm / np.float32(c.logit_scale)}
         if isinstance(c.final_norm, LayerNorm):
             last = {"norm": {**norm(c.final_norm), "of_residual": False}}
         decoder.set_head(last, None if c.encoder else matrix(c.head))
@@ -281,8 +302,12 @@ class CpuDecoder(Decoder):
                 cache.reserve_rows(start, len(tokens), self.ends_in(start, tokens), draft)
                 rows.append((cache.state, start, len(tokens)))
             self._native.run(x, rows, digits, inputs)
+            done = 0
             for cache, tokens in passages:
+                if cache.hidden is not None:
+                    cache.hidden.put(len(cache.tokens), x[done : done + len(tokens)])
                 cache.tokens.extend(tokens)
+                done += len(tokens)
         return x
 
     def _add_places(self, x: Floats, passages: Sequence[Passage]) -> None:
@@ -417,6 +442,58 @@ class CpuDecoder(Decoder):
                     (few if apart and len(part) <= _cpu.FEW_ROWS else many).append((i, cache, part))
             yield from _filled(few, _cpu.FEW_ROWS)
             yield from _filled(many, most)
+
+
+class CpuMtpDecoder(MtpDecoder):
+    """The MTP block in a native decoder of its own."""
+
+    def __init__(self, decoder: CpuDecoder, mtp: MtpBlock) -> None:
+        self._decoder, tensors = decoder, decoder.tensors
+        self._native = decoder.native_mtp(mtp)
+        self._norms = tensors.vector(mtp.embedding_norm), tensors.vector(mtp.hidden_norm)
+        self._projection = tensors.matrix(mtp.projection)
+        if not isinstance(self._projection, QuantizedTensor):
+            self._projection = np.ascontiguousarray(self._projection.astype(np.float32).T)
+        self._config = dataclasses.replace(decoder.config, blocks=(mtp.block,))
+        assert decoder.usual is not None
+        self._digits = DIGITS[decoder.usual]
+
+    def cache(self) -> CpuCache:
+        return CpuCache(self._config)
+
+    def run(self, cache: Cache, tokens: list[int], hidden: Floats) -> Floats:
+        assert isinstance(cache, CpuCache)
+        states = list[Floats]()
+        for start in range(0, len(tokens), self._decoder.chunk):
+            part = tokens[start : start + self._decoder.chunk]
+            rows = self._decoder.embed(part), hidden[start : start + len(part)]
+            x = np.concatenate([self._rms_norm(*each) for each in zip(rows, self._norms, strict=True)], axis=1)
+            if isinstance(self._projection, QuantizedTensor):
+                x = np.ascontiguousarray(quantized_linear(x, self._projection), np.float32)
+            else:
+                x = x @ self._projection
+            cache.reserve_rows(len(cache.tokens), len(part))
+            self._native.run(x, [(cache.state, len(cache.tokens), len(part))], self._digits, None)
+            cache.tokens += part
+            states.append(x)
+        return np.concatenate(states)
+
+    def _rms_norm(self, rows: Floats, weights: Floats) -> Floats:
+        squares = np.mean(rows * rows, axis=1, keepdims=True)
+        return rows / np.sqrt(squares + np.float32(self._config.norm_epsilon)) * weights
+
+    def logits(self, hidden: Floats) -> Floats:
+        out = np.empty((len(hidden), self._config.vocabulary), np.float32)
+        self._native.finish(np.ascontiguousarray(hidden), self._digits, out)
+        return out
+
+    def normalize(self, hidden: Floats) -> Floats:
+        out = np.empty_like(hidden)
+        self._native.normalize(np.ascontiguousarray(hidden), out)
+        return out
+
+    def normalize_model(self, hidden: Floats) -> Floats:
+        return self._decoder.normalize(hidden)
 
 
 class CpuCache(Cache):

@@ -44,6 +44,30 @@ class FinishedStep(PendingStep):
         return self._choices
 
 
+class MtpDecoder(ABC):
+    """An MTP block, with the embedding and the head of its model. Its row i has the token behind token i."""
+
+    @abstractmethod
+    def cache(self) -> Cache:
+        """An empty one of the block."""
+
+    @abstractmethod
+    def run(self, cache: Cache, tokens: list[int], hidden: Floats) -> Floats:
+        """Feed tokens, and the hidden states [tokens, hidden] behind those before them: the block's own."""
+
+    @abstractmethod
+    def logits(self, hidden: Floats) -> Floats:
+        """Of the block's hidden states [m, hidden]."""
+
+    @abstractmethod
+    def normalize(self, hidden: Floats) -> Floats:
+        """The block's hidden states, as it takes them to go on behind its own token."""
+
+    @abstractmethod
+    def normalize_model(self, hidden: Floats) -> Floats:
+        """The model's hidden states, as the block takes them."""
+
+
 class Decoder(ABC):
     """All layers of a model. Making one checks that the tensors are there; `pack` reads them, some at a time, and puts
     them into the order of the kernels."""
@@ -92,6 +116,11 @@ class Decoder(ABC):
         raise BackendUnavailable(
             failure("llm.load_adapter", f"{self.device} has no kernels for LoRA adapters", "Pass device='cpu'.")
         )
+
+    @property
+    def mtp(self) -> MtpDecoder | None:
+        """The model's MTP block, where the file has one and the device runs it."""
+        return None
 
     @abstractmethod
     def cache(self, capacity: int = 256) -> Cache:

@@ -91,6 +91,8 @@ class Generation(Iterator[str]):
         self._detokenizer = Detokenizer(tokenizer, stop, shown)
         self._is_cut_by_context = room < max_tokens
         self._drafter, self.drafts = drafter, DraftCounts()
+        if drafter is not None:
+            drafter.follow(self._cache)
         most, kinds = (0, (0.0,)) if drafter is None else (drafter.most, drafter.acceptance)
         self._controller = Controller(min(most, decoder.rows_alike(activations) - 1), kinds)
         self._pieces: list[str] = []

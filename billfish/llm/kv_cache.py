@@ -56,6 +56,27 @@ class PagedMemory(ABC):
         """How the pages are used."""
 
 
+class HiddenStates:
+    """What the last layer gave for the tokens of a cache, by position; zeros where that was not kept."""
+
+    def __init__(self, width: int) -> None:
+        self._rows = np.zeros((0, width), np.float32)
+
+    def put(self, start: int, rows: Floats) -> None:
+        """Of tokens from position `start` on."""
+        end = start + len(rows)
+        if end > len(self._rows):
+            grown = np.zeros((max(end, 2 * len(self._rows)), self._rows.shape[1]), np.float32)
+            grown[: len(self._rows)] = self._rows
+            self._rows = grown
+        self._rows[start:end] = rows
+
+    def of(self, first: int, end: int) -> Floats:
+        """[end - first, width]"""
+        self.put(end, self._rows[:0])
+        return self._rows[first:end]
+
+
 class Cache(ABC):
     """Keys and values of one text, for all layers. `tokens` are the ones whose keys and values are in it.
 
@@ -71,6 +92,7 @@ class Cache(ABC):
         self.lock = RLock()
         self.tokens: list[int] = []
         self._adapter = NO_ADAPTER
+        self.hidden: HiddenStates | None = None  # of its tokens, for whoever asks to keep them
 
     @property
     def adapter(self) -> int:

@@ -27,6 +27,7 @@ from billfish.core.errors import (
     bad_argument,
     did_you_mean,
     failure,
+    readable,
     type_of,
 )
 from billfish.core.extras import folder_of
@@ -43,6 +44,7 @@ from billfish.llm.decoder_base import Decoder
 from billfish.llm.devices import check_device, make_decoder
 from billfish.llm.drafting.draft_model import ModelDrafter, check_vocabulary
 from billfish.llm.drafting.drafter import Drafter, check_draft_length
+from billfish.llm.drafting.mtp import MtpDrafter
 from billfish.llm.drafting.ngram import NgramDrafter
 from billfish.llm.generation import Generation, generate_batch, in_thread
 from billfish.llm.kv_cache import NO_ADAPTER, Cache
@@ -169,7 +171,8 @@ class Model(TextModel):
         {"schema": schema}}. The text is then JSON, unless max_tokens cuts it. Needs llguidance.
         chat_template_kwargs: further variables for the chat template, such as {"enable_thinking": False}.
         draft: "ngram" drafts tokens that followed the last ones before, in the prompt or the answer; a smaller
-        :class:`Model` with the same vocabulary drafts with its own answer. The answer is the same, to the bit, and may
+        :class:`Model` with the same vocabulary drafts with its own answer; "mtp" drafts by the MTP block of files that
+        have one (Qwen 3.5 to 3.8, on the CPU). The answer is the same, to the bit, and may
         come sooner; `drafts` of the answer counts. On the CPU, and on NVIDIA GPUs for models without recurrent layers;
         there bits are the same where `BACKENDS["cuda"].batch_invariant` is True. None: one token a step.
         draft_length: tokens of a draft, at most (1 to 7); None is 7. As many are drafted as were measured to pay.
@@ -548,9 +551,15 @@ class Model(TextModel):
         most = check_draft_length(call, length)
         if draft is None or draft == "off":
             return lambda: None
-        if draft != "ngram" and not isinstance(draft, Model):
-            expected = "'ngram', a billfish.llm.Model with the same vocabulary, or None"
+        if draft not in ("ngram", "mtp") and not isinstance(draft, Model):
+            expected = "'ngram', 'mtp', a billfish.llm.Model with the same vocabulary, or None"
             raise DataError(bad_argument(call, "draft", repr(draft), expected))
+        if draft == "mtp" and self.config.mtp is None:
+            problem = f"the file of {readable(self.config.name)} has no MTP block"
+            raise DataError(failure(call, problem, "Draft by 'ngram', or with a small model."))
+        if draft == "mtp" and self.decoder.mtp is None:
+            problem = f"MTP blocks are not supported on {self.decoder.device}"
+            raise DataError(failure(call, problem, "Draft by 'ngram', or use device='cpu'."))
         if self.decoder.rows_alike(activations) < 2:
             how = "" if activations is None else f" with activations {activations!r}"
             problem = f"drafting is not supported for {self.config.architecture} on {self.decoder.device}{how}"
@@ -559,7 +568,12 @@ class Model(TextModel):
             check_vocabulary(call, self.tokenizer, draft.tokenizer)
 
         def make() -> Drafter:
-            drafter = ModelDrafter(draft.decoder) if isinstance(draft, Model) else NgramDrafter()
+            if isinstance(draft, Model):
+                drafter: Drafter = ModelDrafter(draft.decoder)
+            elif draft == "mtp" and self.decoder.mtp is not None:
+                drafter = MtpDrafter(self.decoder.mtp, self.config.hidden)
+            else:
+                drafter = NgramDrafter()
             drafter.most = most
             return drafter
 
@@ -910,10 +924,12 @@ def load_drafter(
     """What `--draft` names: the model of a file is loaded on the same device. Raises where the model cannot be drafted
     for."""
     drafter: str | Model | None = draft
-    if draft not in (None, "ngram", "off"):
+    if draft not in (None, "ngram", "mtp", "off"):
         assert draft is not None
         if not os.path.lexists(draft):
-            raise DataError(bad_argument(call, "--draft", repr(draft), "ngram, off, or a GGUF file or model folder"))
+            raise DataError(
+                bad_argument(call, "--draft", repr(draft), "ngram, mtp, off, or a GGUF file or model folder")
+            )
         drafter = load_quickly(draft, model.decoder.device, None)
     model.drafters(call, drafter, length, model.decoder.check_activations(call, activations, model.decoder.usual))
     return drafter

@@ -318,6 +318,19 @@ class Block:
 
 
 @dataclass(frozen=True)
+class MtpBlock:
+    """Multi-token prediction: of the hidden state behind a token (after the last norm) and of the next token, the token
+    behind that one. x = projection([norm(embedding), norm(hidden state)]); head(norm(block(x))), with the model's head.
+    """
+
+    projection: Matrix
+    embedding_norm: Vector
+    hidden_norm: Vector
+    block: Block
+    norm: Vector
+
+
+@dataclass(frozen=True)
 class Model:
     """A language model: a decoder, or an encoder."""
 
@@ -340,6 +353,7 @@ class Model:
     pooling: Pooling = "mean"  # of vectors of texts
     normalized: bool = True  # these vectors have length 1
     draft_blocks: int = 0  # behind the others in a file: they predict a second token, and are not in `blocks`
+    mtp: MtpBlock | None = None  # the first of them, where the file has it and it can be run
     unused: tuple[str, ...] = ()  # tensors that a file may have, and that nothing is computed with
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +19,17 @@ from billfish.models.architecture import (
     expert_modules,
     expert_settings,
 )
-from billfish.models.description import Block, Convolution, FeedForward, GatedDeltaNet, Matrix, Mixer, Vector
+from billfish.models.description import (
+    Block,
+    Convolution,
+    FeedForward,
+    GatedDeltaNet,
+    Matrix,
+    Mixer,
+    Model,
+    MtpBlock,
+    Vector,
+)
 from billfish.models.difference import NEGATIVE_EXPONENTIAL, PLUS_ONE, SAME, Difference, tiled
 from billfish.models.fields import CONFIG_CALL, Fields, number, refuse, section
 
@@ -150,6 +161,22 @@ class Qwen35(Architecture):
         return (i + 1) % step != 0
 
     # ---- the description ---------------------------------------------------------------------------------------------
+
+    def model(self, f: Fields, vocabulary: int) -> Model:
+        model, i = super().model(f, vocabulary), self.layers(f)
+        has_block = model.draft_blocks > 0 and f.has(f"blk.{i}.nextn.eh_proj.weight", default=False)
+        return replace(model, mtp=self.mtp_block(f, i)) if has_block else model
+
+    def mtp_block(self, f: Fields, i: int) -> MtpBlock:
+        """Its layer is attention, whatever layers before it are."""
+        hidden = f.size("embedding_length")
+        return MtpBlock(
+            Matrix(f"blk.{i}.nextn.eh_proj", hidden, 2 * hidden, bias="none"),
+            self.norm(f, i, "nextn.enorm"),
+            self.norm(f, i, "nextn.hnorm"),
+            replace(self.block(f, i), mixer=self.attention(f, i, head_norms="each", gated=True)),
+            self.norm(f, i, "nextn.shared_head_norm"),
+        )
 
     def block(self, f: Fields, i: int) -> Block:
         return Block(

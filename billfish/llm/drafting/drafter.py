@@ -11,6 +11,8 @@ from billfish.core.errors import DataError, bad_argument
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from billfish.llm.kv_cache import Cache
+
 MOST_DRAFTED = 7  # tokens of a step, beside the last token of the answer
 
 
@@ -28,6 +30,9 @@ class Drafter(ABC):
         """The kind of draft that may follow `sequence`: drafts of one kind are right about equally often. None if there
         is nothing to go by."""
         return 0
+
+    def follow(self, cache: Cache) -> None:  # noqa: B027  # most need the tokens alone
+        """`cache` will hold the sequence. Called before it is fed."""
 
     @abstractmethod
     def draft(self, sequence: Sequence[int], most: int) -> list[int]:

@@ -508,6 +508,8 @@ class Engine:
                 raise NoRoom(FULL)
             return False
         job.slot = slot
+        if isinstance(job, Answer) and job.drafter is not None:
+            job.drafter.follow(slot.cache)
         cached = job.position
         if not job.started:
             job.started = True

@@ -214,7 +214,7 @@ class Slots:
 
     def give_back(self, slot: Slot, *, keep: bool) -> None:
         """keep: prompts to come may begin with its text."""
-        slot.taken = False
+        slot.taken, slot.cache.hidden = False, None
         if keep and slot.shared:
             slot.cache.rollback(self._settled(slot))
             slot.cache.trim()
