@@ -17,13 +17,13 @@ from benchmarks import command, machine, records
 
 TOKENS, SKIPPED = 40, 20  # of the answer, and of those the first ones
 FIRST = "marlin_embed"
-LAYER = ("RMSNorm", "QKV", "RoPE, KV cache", "attention", "attention output", "RMSNorm", "gate and up, SwiGLU", "down")
+LAYER = ("QKV", "RoPE, KV cache", "attention", "attention output", "gate and up, SwiGLU", "down")
 LAST = ("RMSNorm", "LM head", "sampling")
 
 
 def parts(layers: int) -> list[str]:
     """The launches of a decode step, in their order (backends/cuda/decoder.py)."""
-    return ["embedding", *LAYER * layers, *LAST]
+    return ["embedding", "RMSNorm", *LAYER * layers, *LAST]
 
 
 def token(events: list[dict[str, Any]], layers: int) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def main() -> None:
         profiler.export_chrome_trace(str(trace))
         events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "kernel"]
     launches = token(events, model.config.layers)
-    for launch in launches[:9]:
+    for launch in launches[: 2 + len(LAYER)]:
         print(f"{launch['part']:24}{launch['kernel']:22}{launch['start_us']:9.2f}{launch['end_us']:9.2f}")
     about = {
         "machine": machine.gpu(),

@@ -286,7 +286,7 @@ def token_gpu() -> Drawing:
     end = launches[-1]["end_us"]
     title = "The kernels of one token on an H200: 8B, q4_0"
     drawing = Drawing(
-        960, 640, title, "One layer's eight kernels along time, overlapping; and the time of a whole token by part."
+        960, 640, title, "One layer's kernels along time, overlapping; and the time of a whole token by part."
     )
     drawing.text(20, 32, title, size=18, bold=True)
     rate = results["tokens_per_second"]
@@ -298,8 +298,8 @@ def token_gpu() -> Drawing:
     )
 
     layer = 16
-    first = 1 + 8 * layer
-    own, before = launches[first : first + 8], launches[first - 1]["end_us"]
+    first, following = [i for i, launch in enumerate(launches) if launch["part"] == "QKV"][layer : layer + 2]
+    own, before = launches[first:following], launches[first - 1]["end_us"]
     drawing.text(20, 92, f"Layer {layer} of {shape.layers}: a kernel starts before the one ahead of it ends", bold=True)
     start = min(launch["start_us"] for launch in own)
     across = Axis(start - 1, own[-1]["end_us"] + 1, 190, 940)

@@ -263,6 +263,6 @@ class NativeProduct:
     ) -> None:
         self.launch, self.memory, self.sizes, self.part = launch, (bricks, row_scale), (m, n, k), part.values()
 
-    def __call__(self, stream: int, x: int, x_stride: int, bias: int, y: int) -> None:
+    def __call__(self, stream: int, x: int, x_stride: int, bias: int, y: int, *norm: int | float) -> None:
         self.launch.fake.products.append((stream, x, x_stride, bias, y))
-        self.launch(stream, None, *self.memory, x, bias, y, *self.sizes, x_stride, *self.part)
+        self.launch(stream, None, *self.memory, x, bias, y, *self.sizes, x_stride, *self.part, *norm)

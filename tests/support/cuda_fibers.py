@@ -24,15 +24,15 @@ SHARED = "extern __shared__ __align__(1024) u8 shared[];"
 _LIBRARIES: dict[Any, ctypes.CDLL] = {}
 
 
-def compiled(name: str, macros: dict[str, Any]) -> ctypes.CDLL:
-    """marlin_`name` of `name`.cu, as run(grid, threads, arguments)."""
-    key = name, tuple(sorted(macros.items()))
+def compiled(name: str, macros: dict[str, Any], kernel: str = "") -> ctypes.CDLL:
+    """`kernel` of `name`.cu, or its marlin_`name`, as run(grid, threads, arguments)."""
+    key = name, kernel, tuple(sorted(macros.items()))
     if key not in _LIBRARIES:
-        _LIBRARIES[key] = _compiled(name, macros)
+        _LIBRARIES[key] = _compiled(name, macros, kernel or f"marlin_{name}")
     return _LIBRARIES[key]
 
 
-def _compiled(name: str, macros: dict[str, Any]) -> ctypes.CDLL:
+def _compiled(name: str, macros: dict[str, Any], kernel: str) -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -44,7 +44,7 @@ def _compiled(name: str, macros: dict[str, Any]) -> ctypes.CDLL:
         f'#include <utility>\n#include "ptx.h"\n#include "fibers.h"\n{defined}'
         f'namespace kernel {{\n#include "{name}.cu"\n}}\n'
         'extern "C" void run(const int* grid, int threads, const uint64_t* arguments) {\n'
-        f"  fibers::launch(kernel::marlin_{name}, grid, threads, arguments);\n}}\n"
+        f"  fibers::launch(kernel::{kernel}, grid, threads, arguments);\n}}\n"
     )
     command = [compiler, "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC", "-shared", "kernel.cpp"]
 

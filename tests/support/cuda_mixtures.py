@@ -130,5 +130,6 @@ class RandomMixture:
 def step_for(memory: Callable[[int], dict[str, int]], rows: int, hidden: int) -> StepMemory:
     """A step's memory for one part of a model."""
     own = {"x": 2 * rows * hidden, "added": 2 * rows * hidden, "hidden": 4 * rows * hidden, "work": 16, "ordered": 16}
+    own["factors"] = 8 * rows
     sizes = largest([own, memory(rows)])
     return StepMemory(sizes, 0, rows=rows, sequences=1, pages_of_sequence=1, tables=1, scored=1)

@@ -81,7 +81,7 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
 
     def normalize(
         self, macros: dict[str, str], grid: tuple[int, ...], hidden: int, added: int, weight: int, rows: int, x: int,
-        post: int, epsilon: float, scale: float, output_scale: float,
+        post: int, factors: int, epsilon: float, scale: float, output_scale: float,
     ) -> None:  # fmt: skip
         count, size = grid[0], int(macros["HIDDEN"])
         which = view(rows, np.int32, count) if rows else np.arange(count)
@@ -96,14 +96,21 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
                 residual[which] = new
         out = rms(new, epsilon) * view(weight, np.float32, size) if macros["NORM"] == "1" else new
         view(x, np.float16, count, size)[:] = finite(out)
+        if factors:
+            view(factors, np.float32, count, 2)[:, 0] = 1 / np.sqrt((new * new).mean(axis=1) + np.float32(epsilon))
 
     def gemm(
         self, macros: dict[str, str], grid: tuple[int, ...], _map: Any, bricks: int, _scale: int, x: int, bias: int,
         y: int, m: int, n: int, k: int, x_stride: int, *rest: int,
     ) -> None:  # fmt: skip
         out = rows_at(x, np.float16, m, k, x_stride).astype(np.float32) @ self.weights[bricks].T
+        if "NORMED" in macros:
+            out *= self.folded_factors(m, k, *rest)[:, None]
         if bias:
             out += view(bias, np.float32, n)
+        if "RESIDUAL" in macros:
+            self.folded_residual(out, y, *rest)
+            return
         if "GATE" in macros:
             pairs = out.reshape(m, -1, 2, 8)
             out = gated(macros["GATE"], pairs[:, :, 0].reshape(m, -1), pairs[:, :, 1].reshape(m, -1))
@@ -111,6 +118,27 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
             view(y, np.float32, *out.shape)[:] = out
         else:
             view(y, np.float16, *out.shape)[:] = finite(out)
+
+    def folded_factors(
+        self, m: int, k: int, hidden: int, weight: int, squares: int, factors: int, epsilon: float, scale: float
+    ) -> np.ndarray:
+        """As folded_norm.cuh does."""
+        kept = view(factors, np.float32, m, 2)
+        sums = view(squares, np.float32, m, k // 16).sum(axis=1)
+        kept[:, 0] = 1 / np.sqrt(sums / np.float32(k) + np.float32(epsilon))
+        return kept[:, 0] * kept[:, 1]
+
+    def folded_residual(
+        self, out: np.ndarray, x: int, hidden: int, weight: int, squares: int, factors: int, epsilon: float,
+        scale: float,
+    ) -> None:  # fmt: skip
+        kept = view(factors, np.float32, len(out), 2)
+        power = np.exp2(np.floor(np.log2(kept[:, 0])) - 6).astype(np.float32)
+        residual = view(hidden, np.float32, *out.shape)
+        residual += np.float32(scale) * out
+        view(x, np.float16, *out.shape)[:] = finite(residual * view(weight, np.float32, out.shape[1]) * power[:, None])
+        view(squares, np.float32, len(out), out.shape[1] // 16)[:] = (residual**2).reshape(len(out), -1, 16).sum(axis=2)
+        kept[:, 1] = 1 / power
 
     def reorder(self, macros: dict[str, str], grid: tuple[int, ...], x: int, order: int, out: int, k: int) -> None:
         rows = grid[0]

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from billfish.backends.cuda.driver import Buffer
-from billfish.backends.cuda.launcher import DeviceMatrix, Launcher
+from billfish.backends.cuda.launcher import UNFOLDED, DeviceMatrix, FoldedNorms, Launcher
 from billfish.backends.cuda.step_memory import PAGE, Batch, StepMemory
 
 FEW_WARPS, MANY_WARPS, STAGES = 4, 8, 2  # of attend.cu
@@ -112,6 +112,10 @@ class DeviceAttention:
     def matrices(self) -> tuple[DeviceMatrix, ...]:
         return *self.qkv, self.output
 
+    @property
+    def ends(self) -> tuple[tuple[DeviceMatrix, ...], DeviceMatrix]:
+        return self.qkv, self.output
+
     def memory(self, rows: int) -> dict[str, int]:
         s = self.sizes
         return {
@@ -120,9 +124,11 @@ class DeviceAttention:
             "head_scales": 8 * rows * self.joint_norms,
         }
 
-    def run(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch) -> None:
+    def run(
+        self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch, folded: FoldedNorms = UNFOLDED
+    ) -> None:
         at, rows = step.at, batch.rows
-        launcher.products(stream, step, self.qkv, at("x"), at("qkv"), rows)
+        launcher.products(stream, step, self.qkv, at("x"), at("qkv"), rows, normed=folded.before)
         if self.joint_norms:
             self._scale_heads(launcher, stream, step, rows)
         self._rotate(launcher, stream, step, rows)
@@ -130,7 +136,7 @@ class DeviceAttention:
             self._attend(launcher, stream, step, batch, few=True)
         if batch.blocks:
             self._attend(launcher, stream, step, batch, few=False)
-        launcher.products(stream, step, (self.output,), at("attended"), at("added"), rows)
+        launcher.output(stream, step, self.output, at("attended"), rows, folded.after)
 
     def parts_for(self, launcher: Launcher, batch: Batch) -> int:
         """CTAs that share the keys of each sequence that decodes: as many as keep all multiprocessors at work.

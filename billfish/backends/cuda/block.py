@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from billfish.backends.cuda.driver import Buffer
-from billfish.backends.cuda.launcher import DeviceMatrix, Launcher, Residual
+from billfish.backends.cuda.launcher import UNFOLDED, DeviceMatrix, FoldedNorms, Launcher, NextNorm, Residual
 from billfish.backends.cuda.step_memory import Batch, StepMemory
 
 
@@ -37,6 +37,19 @@ class Part(Protocol):
     def run(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch) -> None:
         """Launch it, from `x` to `added`. Nothing is allocated, and nothing waits."""
         ...
+
+
+@runtime_checkable
+class FoldingPart(Part, Protocol):
+    """A part that nothing but products with `ends[0]` read `x` of, and whose output is a product with `ends[1]`: these
+    may take over the norms around it."""
+
+    @property
+    def ends(self) -> tuple[tuple[DeviceMatrix, ...], DeviceMatrix]: ...
+
+    def run(
+        self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch, folded: FoldedNorms = UNFOLDED
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -104,14 +117,57 @@ class DeviceBlock:
         post_norm = self.feed_forward_post_norm if self.layer_input is None else self.layer_input.post_norm
         return Residual(post_norm, self.residual_scale, self.output_scale)
 
-    def run(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch, before: Residual | None) -> None:
-        """before: how the output of the block before is added; None for the first one."""
-        launcher.normalize(stream, step, batch.rows, self.mixer_norm, before)
-        self.mixer.run(launcher, stream, step, batch)
-        residual = Residual(self.mixer_post_norm, self.residual_scale)
-        launcher.normalize(stream, step, batch.rows, self.feed_forward_norm, residual)
-        self.feed_forward.run(launcher, stream, step, batch)
+    def run(
+        self,
+        launcher: Launcher,
+        stream: int,
+        step: StepMemory,
+        batch: Batch,
+        before: DeviceBlock | None,
+        following: DeviceBlock | None,
+    ) -> None:
+        """before, following: its neighbours. What is between two blocks may be done by products of both."""
+        rows, residual = batch.rows, Residual(self.mixer_post_norm, self.residual_scale)
+        norms = self.mixer_norm, self.feed_forward_norm
+        first = None if before is None else before.norm_of_next(launcher, self, rows)
+        if first is None:
+            launcher.normalize(stream, step, rows, self.mixer_norm, None if before is None else before.residual)
+        second = _folded(launcher, self.mixer, self.feed_forward, residual, *norms, rows)
+        _run(self.mixer, launcher, stream, step, batch, FoldedNorms(first is not None, second))
+        if second is None:
+            launcher.normalize(stream, step, rows, self.feed_forward_norm, residual)
+        last = None if following is None else self.norm_of_next(launcher, following, rows)
+        _run(self.feed_forward, launcher, stream, step, batch, FoldedNorms(second is not None, last))
         if self.layer_input is not None:
             residual = Residual(self.feed_forward_post_norm, self.residual_scale)
             launcher.normalize(stream, step, batch.rows, None, residual)
             self.layer_input.run(launcher, stream, step, batch)
+
+    def norm_of_next(self, launcher: Launcher, following: DeviceBlock, rows: int) -> NextNorm | None:
+        """The first norm of the next block, if products of both blocks take it over."""
+        if self.layer_input is not None:
+            return None
+        norms = self.feed_forward_norm, following.mixer_norm
+        return _folded(launcher, self.feed_forward, following.mixer, self.residual, *norms, rows)
+
+
+def _folded(
+    launcher: Launcher,
+    first: Part,
+    second: Part,
+    residual: Residual,
+    norm_before: Buffer | None,
+    norm: Buffer | None,
+    rows: int,
+) -> NextNorm | None:
+    """The norm between two parts, if their products take it over. They need the factor of the norm before it."""
+    if norm_before is None or not isinstance(first, FoldingPart) or not isinstance(second, FoldingPart):
+        return None
+    return launcher.folded(rows, first.ends[1], second.ends[0], residual, norm)
+
+
+def _run(part: Part, launcher: Launcher, stream: int, step: StepMemory, batch: Batch, folded: FoldedNorms) -> None:
+    if isinstance(part, FoldingPart):
+        part.run(launcher, stream, step, batch, folded)
+    else:
+        part.run(launcher, stream, step, batch)

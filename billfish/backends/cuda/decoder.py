@@ -61,10 +61,9 @@ class DeviceDecoder:
         self.vocabulary, self.hidden = head.weights.shape
         self._launcher = Launcher(self.hidden, epsilon, bfloat16=bfloat16, ordinal=ordinal)
         self._launcher.batch_invariant = batch_invariant
-        # Blocks with one key have the same kernels, if the norm of what was before them is of one kind.
-        before = [False, *(block.residual.post_norm is not None for block in blocks)]
-        keys = {(before[i], block.key): i for i, block in enumerate(blocks)}
-        self._different = sorted({0, *keys.values()})
+        # Blocks with one key have the same kernels, if their neighbours are of one kind, too.
+        keys = [None, *(block.key for block in blocks), None]
+        self._different = sorted({tuple(keys[i : i + 3]): i for i in range(len(blocks))}.values())
 
     @property
     def batch_invariant(self) -> bool:
@@ -92,6 +91,8 @@ class DeviceDecoder:
         own = {
             "x": 2 * max(rows, scored) * self.hidden,
             "added": 2 * rows * self.hidden,
+            "squares": rows * self.hidden // 4,
+            "factors": 8 * rows,
             "logits": 4 * scored * self.vocabulary,
             "ordered": 2 * rows * max((m.weights.shape[1] for m in matrices if m.order is not None), default=0),
             "work": most_work(rows, max(matrix.weights.shape[1] for matrix in matrices)),
@@ -119,9 +120,9 @@ class DeviceDecoder:
         self.embedding.run(launcher, stream, step, batch.rows)
         if self.layer_inputs is not None:
             self.layer_inputs.run(launcher, stream, step, batch.rows)
+        around = [None, *self.blocks, None]
         for i in blocks:
-            before = self.blocks[i - 1].residual if i else None
-            self.blocks[i].run(launcher, stream, step, batch, before)
+            self.blocks[i].run(launcher, stream, step, batch, around[i], around[i + 2])
         if batch.scored:
             self.finish(stream, step, batch.scored, which=step.at("scored"))
             self.score(stream, step, batch.scored)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from billfish.backends.cuda.launcher import DeviceMatrix, Launcher
+from billfish.backends.cuda.launcher import UNFOLDED, DeviceMatrix, FoldedNorms, Launcher
 from billfish.backends.cuda.step_memory import Batch, StepMemory
 
 
@@ -26,16 +26,23 @@ class DeviceDense:
     def matrices(self) -> tuple[DeviceMatrix, ...]:
         return *self.gate_up, self.down
 
+    @property
+    def ends(self) -> tuple[tuple[DeviceMatrix, ...], DeviceMatrix]:
+        return self.gate_up, self.down
+
     def memory(self, rows: int) -> dict[str, int]:
         apart = 2 * 2 * rows * self.size if len(self.gate_up) > 1 else 0
         return {"opened": 2 * rows * self.size, "apart": apart}
 
-    def run(self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch) -> None:
-        rows, at = batch.rows, step.at
+    def run(
+        self, launcher: Launcher, stream: int, step: StepMemory, batch: Batch, folded: FoldedNorms = UNFOLDED
+    ) -> None:
+        rows, at, normed = batch.rows, step.at, folded.before
         if len(self.gate_up) == 1:
-            launcher.products(stream, step, self.gate_up, at("x"), at("opened"), rows, gate=self.activation)
+            gate = self.activation
+            launcher.products(stream, step, self.gate_up, at("x"), at("opened"), rows, gate=gate, normed=normed)
         else:
-            launcher.products(stream, step, self.gate_up, at("x"), at("apart"), rows)
+            launcher.products(stream, step, self.gate_up, at("x"), at("apart"), rows, normed=normed)
             up = at("apart") + 2 * rows * self.size
             launcher.gate(stream, self.activation, at("apart"), up, at("opened"), rows, self.size)
-        launcher.products(stream, step, (self.down,), at("opened"), at("added"), rows)
+        launcher.output(stream, step, self.down, at("opened"), rows, folded.after)

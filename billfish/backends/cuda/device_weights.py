@@ -188,11 +188,21 @@ class DeviceWeights:
     def _byte_plan(self, gemm: Gemm) -> BytePlan | None:
         return None if gemm.activations == "exact" else byte_plan(gemm, device(self.room.ordinal))
 
-    def multiply(self, stream: int, gemm: Gemm, x: int, x_stride: int, bias: int, y: int, work: int = 0) -> bool:
+    def multiply(
+        self,
+        stream: int,
+        gemm: Gemm,
+        x: int,
+        x_stride: int,
+        bias: int,
+        y: int,
+        work: int = 0,
+        norm: tuple[int | float, ...] = (),
+    ) -> bool:
         """y = x W.T + bias, at these addresses; False if the product is one for a library (see plans.py).
 
         The device is current. Rows of x [m, k] are `x_stride` numbers apart, as `tensor_map` wants them. work: the
-        address of `work_bytes`, at a multiple of 16.
+        address of `work_bytes`, at a multiple of 16. norm: what folded_norm.cuh takes, where `gemm.norm` says so.
         """
         if gemm.m > ROWS_AT_ONCE:
             return all(
@@ -213,7 +223,7 @@ class DeviceWeights:
         if isinstance(product, ByteProduct):
             product(stream, x, x_stride, bias, y, work)
         else:
-            product(stream, x, x_stride, bias, y)
+            product(stream, x, x_stride, bias, y, *norm)
         return True
 
     def product(self, gemm: Gemm) -> Any:

@@ -14,7 +14,9 @@
 // Compiled with: TYPE, ELEMENT, SCALE, OFFSET, GROUPS, and TEAMS, SHARERS (warps of a team), COURSES, ROWS (of x: 1, 2, 4, 8, 16 or
 // 32), ALONE (x has but one row, which stands for all), SLOTS, and RESIDENT, the CTAs that are to have room on a multiprocessor. With EXPERTS,
 // the rows of a tile, which are up to ROWS, a pass is a tile of some expert's (rows.cuh). FRESH: the kernel before this one writes the table.
+// RESIDUAL, NORMED: the product is the first or the second one of a folded norm (folded_norm.cuh).
 #include "decode.cuh"
+#include "folded_norm.cuh"
 #include "hopper.cuh"
 #include "rows.cuh"
 
@@ -141,10 +143,13 @@ DEVICE void put(u16* y, size_t i, float v) { y[i] = (u16)TYPE::pack_finite(v, 0)
 #endif
 
 DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale, const u16* __restrict__ x, const void* __restrict__ bias,
-                     Output* __restrict__ y, const Visits& visits, int m, int n, int k, int x_stride) {
+                     Output* __restrict__ y, const Visits& visits, const FoldedNorm& norm, int m, int n, int k, int x_stride) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ __align__(8) u64 barriers[SLOTS];
   __shared__ uint4 zeros[WARPS];
+#ifdef NORMED
+  __shared__ float row_factors[Y_ROWS];
+#endif
   // Known to be the same for a whole warp, it keeps what copies want in uniform registers.
   const int warp = __shfl_sync(0xffffffff, threadIdx.x >> 5, 0), team = warp / SHARERS, sharer = warp % SHARERS;
   const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
@@ -189,6 +194,9 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
   wait_for_previous();  // weights do not depend on the kernel before this one; x may
   if (ROUTED) let_next_start();  // not before: the kernel behind this one reads the table without waiting for it
   bool more = ring.fill<true>(team);
+#ifdef NORMED
+  norm.find_factors<Y_ROWS, WARPS>(row_factors, ring.first_row, ring.rows, k, warp, lane, blockIdx.x == 0);
+#endif
 
   // The teams' sums side by side, [TEAMS][Y_ROWS][LINE]: behind the ring, or in its place if there is no other pass.
   constexpr int LINE = WIDTH + 4;  // two of them are 8 banks apart
@@ -204,6 +212,19 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
     float scale_of_column = 1;
     Bias bias_of_column = 0;
     if (threadIdx.x < WIDTH && column < n) scale_of_column = row_scale[of_expert + column], bias_of_column = load_bias(bias, of_expert + bias_at(column, n));
+#ifdef RESIDUAL
+    // A thread's numbers of y: where they are, and what comes from memory, on its way while codes are multiplied.
+    constexpr int EACH = (WIDTH * Y_ROWS + WARPS * 32 - 1) / (WARPS * 32);
+    float before[EACH], norm_weight[EACH], power[EACH];
+    auto row_of = [](int e) { return (int)(e * WARPS * 32 + threadIdx.x) / WIDTH; };
+    const int own = threadIdx.x % WIDTH, out_column = first_course * 16 + own;
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      if (row_of(e) >= rows || out_column >= n) continue;
+      const size_t row = first_row + row_of(e);
+      before[e] = norm.hidden[row * n + out_column], norm_weight[e] = __ldg(norm.weight + out_column), power[e] = norm.factors[row].x;
+    }
+#endif
     float sum[MINE][COLUMNS][4] = {};
     while (next < end) {
       ring.wait(slot, parity);
@@ -329,8 +350,29 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
 #pragma unroll
       for (int s = 0; s < TEAMS; s++) v += sums[(s * Y_ROWS + row) * LINE + column];
       const float unit = (column & 8 ? 1 / UNIT_HIGH : 1 / UNIT_LOW) * (1 / SCALE::raw);
-      return activate(v * unit * scales[column] + scales[WIDTH + column]);
+      v = v * unit * scales[column];
+#ifdef NORMED
+      v *= row_factors[row];
+#endif
+      return activate(v + scales[WIDTH + column]);
     };
+#ifdef RESIDUAL
+    static_assert(WARPS * 32 % WIDTH == 0 && !GATED && !ROUTED, "a thread's numbers are of one column");
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      const bool any = row_of(e) < rows && out_column < n;
+      const size_t row = first_row + row_of(e);
+      const float to = FoldedNorm::power(power[e]), v = any ? before[e] + norm.scale * finished(row_of(e), own) : 0;
+      float squares = v * v;
+#pragma unroll
+      for (int d = SQUARED / 2; d; d >>= 1) squares += __shfl_xor_sync(0xffffffff, squares, d);
+      if (!any) continue;
+      norm.hidden[row * n + out_column] = v;
+      put(y, row * n + out_column, v * norm_weight[e] * to);
+      if (lane % SQUARED == 0) norm.squares[row * (n / SQUARED) + out_column / SQUARED] = squares;
+      if (out_column == 0) norm.factors[row].y = 1 / to;
+    }
+#else
     constexpr int OUT_WIDTH = WIDTH >> GATED;
     for (int i = threadIdx.x; i < OUT_WIDTH * rows; i += WARPS * 32) {
       const int column = i % OUT_WIDTH, row = i / OUT_WIDTH, out = (first_course * 16 >> GATED) + column;
@@ -340,6 +382,7 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
       const size_t to_row = ROUTED ? visits.out(first_row + row) : first_row + row;
       put(y, to_row * (n >> GATED) + out, v);
     }
+#endif
   }
 }
 
@@ -347,12 +390,19 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 marlin_experts_small(const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale, const u16* __restrict__ x,
                      const void* __restrict__ bias, Output* __restrict__ y, const int4* table, const int* order, int m, int n, int k, int x_stride) {
-  multiply(x_map, weights, row_scale, x, bias, y, {table, order}, m, n, k, x_stride);
+  multiply(x_map, weights, row_scale, x, bias, y, {table, order}, {}, m, n, k, x_stride);
+}
+#elif defined(RESIDUAL) || defined(NORMED)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
+marlin_gemm_small_normed(const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale, const u16* __restrict__ x,
+                         const void* __restrict__ bias, Output* __restrict__ y, int m, int n, int k, int x_stride, float* hidden, const float* norm_weight, float* squares,
+                         float2* factors, float epsilon, float scale) {
+  multiply(x_map, weights, row_scale, x, bias, y, {}, {hidden, norm_weight, squares, factors, epsilon, scale}, m, n, k, x_stride);
 }
 #else
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale,
                   const u16* __restrict__ x, const void* __restrict__ bias, Output* __restrict__ y, int m, int n, int k, int x_stride) {
-  multiply(x_map, weights, row_scale, x, bias, y, {}, m, n, k, x_stride);
+  multiply(x_map, weights, row_scale, x, bias, y, {}, {}, m, n, k, x_stride);
 }
 #endif

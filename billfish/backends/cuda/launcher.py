@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import Buffer, KernelLaunch, copy_in, current, device
-from billfish.backends.cuda.plans import GATE_COLUMNS, GATES, Gemm, gate_ctas, launches
+from billfish.backends.cuda.plans import GATE_COLUMNS, GATES, Gemm, can_fold, gate_ctas, launches
 from billfish.backends.cuda.step_memory import StepMemory
 from billfish.core.errors import BackendUnavailable
 
 REORDER_THREADS = 256
+NORM_COLUMNS = 64  # folded_norm.cuh: a row of `squares`, a number for 16 columns, is read 16 bytes at a time
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,26 @@ class Residual:
     post_norm: Buffer | None = None
     scale: float = 1.0
     output_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class NextNorm:
+    """The norm that a part's last product takes over: it adds `scale` times its output to `hidden`, and writes `x`."""
+
+    weight: Buffer
+    scale: float
+
+
+@dataclass(frozen=True)
+class FoldedNorms:
+    """What a part's products take over from `normalize` (folded_norm.cuh). before: rows of `x` lack the factor of
+    their norm."""
+
+    before: bool = False
+    after: NextNorm | None = None
+
+
+UNFOLDED = FoldedNorms()
 
 
 class Launcher:
@@ -82,8 +103,19 @@ class Launcher:
         *,
         gate: str | None = None,
         float_y: bool = False,
+        normed: bool = False,
+        after: NextNorm | None = None,
     ) -> None:
-        """Products with x [rows, k], each [rows, n] behind the one before it, from y on."""
+        """Products with x [rows, k], each [rows, n] behind the one before it, from y on.
+
+        normed: rows of x lack the factor of their norm. after: see `output`.
+        """
+        norm: str | None = None
+        fold: tuple[int | float, ...] = ()
+        if normed or after is not None:
+            norm = "second" if after is None else "first"
+            weight, scale = (0, 0.0) if after is None else (after.weight.pointer, float(after.scale))
+            fold = step.at("hidden"), weight, step.at("squares"), step.at("factors"), self.epsilon, scale
         ordered = None
         for matrix in matrices:
             (n, k), bias, read = matrix.weights.shape, matrix.bias, x
@@ -92,14 +124,43 @@ class Launcher:
                 if matrix.order is not ordered:
                     self.launch(stream, "reorder", {}, (rows,), REORDER_THREADS, x, matrix.order.pointer, read, k)
                     ordered = matrix.order
-            about = (self.bfloat16, bias is not None, None, self.batch_invariant, gate, float_y, self.activations)
-            gemm, added = Gemm(matrix.weights.kind, rows, n, k, *about), 0 if bias is None else bias.pointer
+            gemm, added = self._gemm(matrix, rows, gate, float_y, norm), 0 if bias is None else bias.pointer
             heard = launches(gemm, self.device) if self.heard is not None else None
             if heard and self.heard is not None:
                 self.heard.update(heard)
-            elif not matrix.weights.multiply(stream, gemm, read, k, added, y, step.at("work")):
+            elif not matrix.weights.multiply(stream, gemm, read, k, added, y, step.at("work"), fold):
                 raise BackendUnavailable(f"cuda: kernels for {self.device.name} support batches up to 64, not {rows}.")
             y += (4 if float_y else 2) * rows * n
+
+    def _gemm(
+        self, matrix: DeviceMatrix, rows: int, gate: str | None = None, float_y: bool = False, norm: str | None = None
+    ) -> Gemm:
+        (n, k), biased = matrix.weights.shape, matrix.bias is not None
+        about = self.bfloat16, biased, None, self.batch_invariant, gate, float_y, self.activations
+        return Gemm(matrix.weights.kind, rows, n, k, *about, norm)
+
+    def output(
+        self, stream: int, step: StepMemory, matrix: DeviceMatrix, x: int, rows: int, after: NextNorm | None
+    ) -> None:
+        """The last product of a part, to `added`, or, where it takes over the norm behind it, to `hidden` and `x`."""
+        y = step.at("added" if after is None else "x")
+        self.products(stream, step, (matrix,), x, y, rows, after=after)
+
+    def folded(
+        self,
+        rows: int,
+        output: DeviceMatrix,
+        inputs: Sequence[DeviceMatrix],
+        residual: Residual,
+        weight: Buffer | None,
+    ) -> NextNorm | None:
+        """A norm between a part's `output` and the next part's `inputs`, if these can take it over; else None."""
+        plain = residual.post_norm is None and residual.output_scale == 1
+        if weight is None or not plain or self.hidden % NORM_COLUMNS:
+            return None
+        if not all(can_fold(self._gemm(matrix, rows), self.device) for matrix in (output, *inputs)):
+            return None
+        return NextNorm(weight, residual.scale)
 
     def normalize(
         self,
@@ -130,7 +191,8 @@ class Launcher:
             "NORM": int(weight is not None),
         }
         pointers = step.at("hidden"), step.at("added"), 0 if weight is None else weight.pointer, which
-        numbers = x or step.at("x"), post, self.epsilon, float(how.scale), float(how.output_scale)
+        factors = 0 if weight is None or which else step.at("factors")  # for norms that are folded
+        numbers = x or step.at("x"), post, factors, self.epsilon, float(how.scale), float(how.output_scale)
         self.launch(stream, "normalize", macros, (rows,), threads, *pointers, *numbers)
 
     def gate(self, stream: int, activation: str, gates: int, numbers: int, out: int, rows: int, columns: int) -> None:

@@ -23,10 +23,10 @@ DEVICE float factor(float sum, float epsilon, float* sums) {
   return rsqrtf(sum / HIDDEN + epsilon);
 }
 
-// `rows`: which rows of `hidden`, which stay as they are, or null for all. x has them one after the other.
+// `rows`: which rows of `hidden`, which stay as they are, or null for all. x has them one after the other. factors: null, or for folded_norm.cuh.
 extern "C" __global__ void __launch_bounds__(THREADS)
 marlin_normalize(float* __restrict__ hidden, const u16* __restrict__ added, const float* __restrict__ weight, const int* __restrict__ rows, u16* __restrict__ x,
-                 const float* __restrict__ post, float epsilon, float scale, float output_scale) {
+                 const float* __restrict__ post, float2* factors, float epsilon, float scale, float output_scale) {
   __shared__ float sums[2][THREADS / 32];
   float4 v[EACH], w[EACH];
 #pragma unroll
@@ -64,6 +64,7 @@ marlin_normalize(float* __restrict__ hidden, const u16* __restrict__ added, cons
     else w[i] = make_float4(1, 1, 1, 1);
   }
   const float own = NORM ? factor(sum, epsilon, sums[0]) : 1;
+  if (factors && threadIdx.x == 0) factors[row].x = own;
 #pragma unroll
   for (int i = 0; i < EACH; i++)
     if (const int at = i * THREADS + threadIdx.x; at < FOURS)

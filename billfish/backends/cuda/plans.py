@@ -54,6 +54,7 @@ class Gemm:
     gate: str | None = None  # columns of x W.T are eight gates, eight numbers, and so on; y [m, n / 2]
     float_y: bool = False  # y is float32: the logits
     activations: str = "exact"  # "fp8" or "q8": x may be multiplied in bytes
+    norm: str | None = None  # of an RMSNorm between two products (folded_norm.cuh), this is the "first" or "second" one
 
     @property
     def row_bytes(self) -> int:
@@ -71,6 +72,8 @@ class Gemm:
             names["GATE"] = GATES[self.gate]
         if self.float_y:
             names["Y_F32"] = "1"
+        if self.norm is not None:
+            names[{"first": "RESIDUAL", "second": "NORMED"}[self.norm]] = "1"
         return tuple(sorted(names.items()))
 
 
@@ -92,6 +95,12 @@ def plan(gemm: Gemm, device: Device) -> Plan | None:
     if hopper:
         return large(gemm, device)
     return small(gemm, device) if m <= MANY_ROWS else None
+
+
+def can_fold(gemm: Gemm, device: Device) -> bool:
+    """Whether a product can be one of the two that a norm is folded into."""
+    chosen = plan(gemm, device) if byte_plan(gemm, device) is None else None
+    return chosen is not None and chosen.launch.source == "gemm_small.cu"
 
 
 # ---- few rows -------------------------------------------------------------------------------------------------------
@@ -195,7 +204,8 @@ def launch_small(gemm: Gemm, device: Device, shape: Small, again: bool = False) 
     shared_bytes = small_bytes(gemm, device, shape, again)
     if overlap:  # Room for one CTA more would go to the next kernel, on some multiprocessors and not on others.
         shared_bytes = max(shared_bytes, (device.shared_bytes + CTA_BYTES) // (shape.resident + 1))
-    launch = KernelLaunch("gemm_small.cu", "marlin_gemm_small", macros, grid, threads, shared_bytes, 1, overlap)
+    name = "marlin_gemm_small" if gemm.norm is None else "marlin_gemm_small_normed"
+    launch = KernelLaunch("gemm_small.cu", name, macros, grid, threads, shared_bytes, 1, overlap)
     return Plan(launch, min(gemm.m, rows))
 
 

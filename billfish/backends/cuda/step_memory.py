@@ -100,6 +100,7 @@ class StepMemory:
         hidden float32 [rows, hidden]: the residual stream
         x [rows, hidden], 16 bits: the input of a part of a block, normalized
         added [rows, hidden], 16 bits: its output, which the next norm adds to `hidden`
+        squares float32 [rows, hidden / 16], factors float32 [rows, 2]: of norms that are folded (folded_norm.cuh)
         logits float32 [scored, vocabulary]; picked int32 [scored]: the chosen tokens
     Other parts are what blocks ask for in `memory`. All of it begins as zeros: rows that fill up a batch read what
     other steps have left, which must be numbers.

@@ -14,12 +14,14 @@ inline int2 make_int2(int x, int y) { return {x, y}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline uint32_t __float_as_uint(float v) { uint32_t bits; std::memcpy(&bits, &v, 4); return bits; }
 inline float __int_as_float(int bits) { return __uint_as_float((uint32_t)bits); }
 static Index gridDim;
 inline float rsqrtf(float v) { return 1 / std::sqrt(v); }
 using std::max;
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 namespace fibers {
 constexpr size_t STACK = 1 << 17;

@@ -140,6 +140,7 @@ EMULATED void cvt_f32_f16(float& d, uint16_t a) { d = float(number<10>(a)); }
 
 inline const uint32_t* shared(uint32_t address) { return (const uint32_t*)((const char*)&shared_origin + int32_t(address)); }
 EMULATED void ld_shared_u32(uint32_t& x, uint32_t address) { x = *shared(address); }
+EMULATED void ld_shared_v2_u32(uint32_t& x, uint32_t& y, uint32_t address) { x = shared(address)[0], y = shared(address)[1]; }
 EMULATED void ld_shared_v4_u32(uint32_t& x, uint32_t& y, uint32_t& z, uint32_t& w, uint32_t address) {
   const uint32_t* from = shared(address);
   x = from[0], y = from[1], z = from[2], w = from[3];

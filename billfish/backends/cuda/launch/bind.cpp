@@ -172,22 +172,25 @@ TensorMap tensor_map(uint64_t pointer, int numbers, uint64_t rows, uint64_t k, u
 }
 
 // y [m, n] = x [m, k] W^T with the bricks of one matrix, in a shape of a gemm that was planned for m rows. All gemms take the same arguments; that
-// of x in bytes also takes a part of y's columns, as the first one of its places and how many they are.
+// of x in bytes also takes a part of y's columns, as the first one of its places and how many they are, and one with a folded norm takes what
+// folded_norm.cuh says, with each call.
 class NativeProduct {
  public:
   NativeProduct(const NativeLaunch& launch, uint64_t bricks, uint64_t row_scale, int m, int n, int k, int numbers, uint32_t box_rows, int first_place, int places)
       : launch_(launch), arguments_(launch.layout), m_(m), k_(k), numbers_(numbers), box_rows_(box_rows) {
-    if (launch.layout != (numbers == BYTES ? "mpppppiiiiii" : "mpppppiiii")) throw std::invalid_argument("a launch of a gemm");
+    if (launch.layout != (numbers == BYTES ? "mpppppiiiiii" : "mpppppiiii") && launch.layout != "mpppppiiiippppff") throw std::invalid_argument("a launch of a gemm");
     arguments_.put(0, TensorMap{}), arguments_.put(1, bricks), arguments_.put(2, row_scale), arguments_.put(6, m), arguments_.put(7, n), arguments_.put(8, k);
     if (numbers == BYTES) arguments_.put(10, first_place), arguments_.put(11, places);
   }
   // box_rows 0: the kernel is one of a GPU before Hopper, and reads no tensor map.
-  void operator()(uint64_t stream, uint64_t x, int x_stride, uint64_t bias, uint64_t y) {
+  void operator()(uint64_t stream, uint64_t x, int x_stride, uint64_t bias, uint64_t y, const nb::args& norm) {
     if (box_rows_ && (x != x_ || x_stride != x_stride_)) {
       arguments_.put(0, tensor_map(x, numbers_, uint64_t(m_), uint64_t(k_), uint64_t(x_stride), box_rows_));
       x_ = x, x_stride_ = x_stride;
     }
     arguments_.put(3, x), arguments_.put(4, bias), arguments_.put(5, y), arguments_.put(9, x_stride);
+    if (norm.size() != (launch_.layout.back() == 'f' ? 6u : 0u)) throw std::invalid_argument("a folded norm");
+    for (size_t i = 0; i < norm.size(); i++) arguments_.set(10 + i, norm[i]);
     launch_(stream, arguments_);
   }
 
