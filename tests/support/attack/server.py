@@ -6,8 +6,9 @@ stage. Rounds of that take turns with rounds of quiet, and in both another proce
 again, as an ordinary client does.
 
 `--beside SECONDS` attacks in one way at a time, each for so long between as long a quiet, and says what the ordinary
-client's median time and 99th percentile were in both. Beside "ordinary" it has as many clients like itself. `--model`
-serves another model than the small one.
+client's median time and 99th percentile were in both. Valid requests take their share of the engine, as those of other
+clients do. So the first kind, "ordinary", is as many ordinary clients, and the others are compared with it, too.
+`--model` serves another model than the small one.
 
 An attack has failed if a request is answered with a 500, with what is no HTTP, or not within its time; if an ordinary
 answer is another one than before; if the server ends, logs a traceback, keeps descriptors or requests, or grows.
@@ -530,6 +531,7 @@ async def _attack(
     with_neighbor: bool,
     seconds: float,
 ) -> dict[str, Any]:
+    await send(server, clients, clients, rng, {odd_bodies: 1})  # the first of all come at once
     first = await server.exchange(request("/v1/completions", json.dumps(ORDINARY).encode()), answers=1, half=False)
     server.expected = text_of(first[0][1])
     for kind in KINDS:  # what is allocated once, and processes that start once
@@ -603,12 +605,14 @@ async def _beside(
             await asyncio.sleep(seconds / 2)
             spans[name] = [(begin, middle), (middle, end), (calm, time.monotonic())]
         asked = [json.loads(line) for line in lines.read_text().splitlines()]
-    found = {}
+    found = dict[str, dict[str, Any]]()
     for name, (before, attacked, after) in spans.items():
         quiet, beside = _times(asked, [before, after]), _times(asked, [attacked])
         found[name] = {"requests": sent[name], "quiet": quiet, "attacked": beside}
-        if "median" in beside and "median" in quiet:
-            found[name]["ratio"] = {which: beside[which] / quiet[which] for which in ("median", "p99")}
+        usual = {"alone": quiet, "beside as many ordinary clients": found.get("ordinary", {}).get("attacked", {})}
+        for what, times in usual.items():
+            if "median" in beside and "median" in times:
+                found[name][f"ratio to {what}"] = {which: beside[which] / times[which] for which in ("median", "p99")}
     return {"clients": clients, "worst_seconds": server.worst_seconds, "neighbor": found}
 
 
