@@ -299,6 +299,17 @@ def sweep(results: Results) -> str:
     return table([head, *rows])
 
 
+def mixture(results: Results) -> str:
+    """Bits of the roles in a mixture, and the divergence, by the plan and by one format for all."""
+    roles = list(results["records"][0]["roles"])
+    rows = [["", "bits per weight", *roles, "KL divergence"]]
+    for record in results["records"]:
+        kl = f"{record['divergence']:.4f} ± {record['divergence_error']:.4f}"
+        each = (f"{record['roles'][role]:.2f}" for role in roles)
+        rows.append([f"`{record['name']}`", f"{record['bits_per_weight']:.2f}", *each, kl])
+    return table(rows)
+
+
 def plan(results: Results) -> str:
     """The plan of `--bits`, as an example of one."""
     found = next(record["plan"] for record in results["records"] if record["method"] == "bits")
@@ -787,6 +798,7 @@ TABLES: Mapping[str, Table] = {
     "quality-range": Table("quality.json", divergences),
     "sweep": Table("sweep.json", sweep, "python -m benchmarks.sweep MODEL --text FILE --calibrate FILE"),
     "quality-plan": Table("quality.json", plan),
+    "mixture-bits": Table("mixture_bits.json", mixture, "python -m benchmarks.mixture_bits --json FILE"),
     "activations-kl": Table("activations.json", activation_rounding, "python -m benchmarks.activations --json FILE"),
     "search-errors": Table("quantization_error.json", search, "python -m benchmarks.quantization_error --json FILE"),
     "sentence-embeddings": Table(
