@@ -154,6 +154,17 @@ def test_the_answer_is_the_one_without_drafts(model, always, how, activations):
         assert drafted.drafts.drafted > 0
 
 
+def test_a_conversation_goes_on_behind_the_states_of_its_cache(model, always):
+    cache, prompt = model.cache(), TOKENS[:20]
+    first = model.generate(prompt, max_tokens=9, draft="mtp", cache=cache)
+    more = [*prompt, *first.tokens, 5, 6]
+    second = model.generate(more, max_tokens=9, draft="mtp", cache=cache)
+    assert second.reused_tokens > 20
+    assert second.tokens == model.generate(more, max_tokens=9).tokens
+    expected = model.decoder.run([(model.cache(), more)], None)
+    assert np.abs(cache.hidden.of(0, len(more)) - expected).max() < 1e-2 * np.abs(expected).max()
+
+
 def test_a_batch_is_drafted_by_the_block(model, always):
     prompts = [TOKENS[i : i + 5 + 7 * (i % 3)] for i in range(9)]
     with Engine(model, streams=4, context=200, activations="exact", draft="mtp") as engine:

@@ -21,7 +21,9 @@ class MtpDrafter(Drafter):
         self._hidden = HiddenStates(width)
 
     def follow(self, cache: Cache) -> None:
-        self._hidden = cache.hidden = HiddenStates(self._width)
+        """States that an earlier answer has left in the cache are those of a common beginning."""
+        cache.hidden = cache.hidden or HiddenStates(self._width)
+        self._hidden = cache.hidden
 
     def draft(self, sequence: Sequence[int], most: int) -> list[int]:
         mtp, cache, fed = self._mtp, self._cache, list(sequence[1:])

@@ -351,7 +351,7 @@ class Engine:
         """All that runs, how many tokens each job is fed in this step, and what was drafted behind them. There is
         memory for them: where it ends, nothing is drafted, and then who came last is preempted."""
         decoder = self._decoder
-        drafted: dict[Job, list[int]] = {**drafts}
+        drafted: dict[Any, list[int]] = drafts
         while True:
             jobs = list(self._running)
             decoding = sum(job.decodes for job in jobs) + sum(map(len, drafted.values()))
