@@ -10,7 +10,7 @@ PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
 # The tests start hundreds of processes. Each would compile billfish again where bytecode may not be written.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo wheels test-wheels site test pytest check test-full docs-commands attack soak test-vllm test-clients test-agents sanitize sanitize-address sanitize-undefined lint format clean
+.PHONY: demo wheels test-wheels site test pytest check test-full docs-commands attack soak test-vllm test-clients test-agents test-llama-server test-lm-eval sanitize sanitize-address sanitize-undefined lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run --temperature 0 -p "What is the capital of France?"
@@ -109,6 +109,35 @@ test-clients: $(VENV)/test.stamp build/clients/requirements.stamp
 build/clients/requirements.stamp: tests/in_clients/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv --clear build/clients
 	build/clients/bin/pip install --quiet --disable-pip-version-check -r tests/in_clients/requirements.txt
+	$(BIN)/python -m venv build/clients/semantic-kernel
+	build/clients/semantic-kernel/bin/pip install --quiet --disable-pip-version-check 'semantic-kernel==1.45.0'
+	$(BIN)/python -m venv build/clients/pydantic-ai-slim
+	build/clients/pydantic-ai-slim/bin/pip install --quiet --disable-pip-version-check 'pydantic-ai-slim[openai,anthropic]==2.31.1' 'anthropic==1.17.0'
+	touch $@
+
+# llama.cpp's own server tests. Its source comes with llama-cpp-python, of which nothing is compiled.
+LLAMA_CPP := llama-cpp-python==0.3.36
+
+test-llama-server: $(VENV)/test.stamp build/llama-server/$(LLAMA_CPP).stamp
+	$(BIN)/python tests/in_clients/llama_cpp/run.py build/llama-server/llama_cpp_python-*.tar.gz build/llama-server
+
+build/llama-server/$(LLAMA_CPP).stamp: | $(BIN)/python
+	mkdir -p build/llama-server
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-binary :all: --no-deps --no-build-isolation \
+	  --dest build/llama-server $(LLAMA_CPP)
+	touch $@
+
+# lm-evaluation-harness: its `hf` class and its two API clients give the same numbers for the same weights. It borrows torch.
+LM_EVAL := lm_eval==0.4.13
+
+test-lm-eval: $(VENV)/test.stamp build/lm-eval/$(LM_EVAL).stamp
+	$(BIN)/python tests/in_clients/lm_eval/run.py build/lm-eval/bin/python build/lm-eval/models
+
+build/lm-eval/$(LM_EVAL).stamp: $(VENV)/test.stamp
+	$(BIN)/python -m venv --clear build/lm-eval
+	$(BIN)/python -c 'import sys; print(*(path for path in sys.path if path.endswith("site-packages")), sep="\n")' \
+	  > $$(echo build/lm-eval/lib/python*/site-packages)/tests.pth
+	build/lm-eval/bin/pip $(PIP_INSTALL) 'lm_eval[api]==$(lastword $(subst ==, ,$(LM_EVAL)))'
 	touch $@
 
 # Claude Code, Codex and OpenCode against the server, whose model says what a script says: tests/in_clients/coding_agents.py. Needs npm.

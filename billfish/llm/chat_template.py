@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any
 
 from billfish.core.errors import DataError, ModelError, bad_argument, failure, type_of
@@ -21,6 +22,10 @@ Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and what else
 RESERVED = {"messages", "tools"}  # variables of a template that have arguments of their own
 # What an interpreter may need to start, and the time zone. All else, such as tokens and keys, is none of a template's.
 ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
+
+
+# A day that Llama 3's templates want, else they tell one of 2024.
+DATES = {"date_string": "%d %b %Y"}
 
 
 class TemplateFailed(Exception):
@@ -71,6 +76,10 @@ class ChatTemplate:
             roles = [message.get("role") for message in messages]
             problem = f"the model's chat template failed for messages with the roles {roles}: {error}"
             raise ModelError(failure("llm.chat", problem)) from None
+
+    def dates(self) -> dict[str, str]:
+        """Today, in the variables that the template wants it in."""
+        return {name: f"{date.today():{form}}" for name, form in DATES.items() if name in self.source}
 
     def _running(self) -> TemplateProcess:
         """A process of this one that has compiled the template."""

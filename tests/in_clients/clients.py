@@ -214,11 +214,12 @@ def pydantic_ai() -> None:
         name: str
         large: bool
 
+    by_anthropic = AnthropicProvider(base_url=URL, api_key="none")
     provider = OpenAIProvider(base_url=V1, api_key="none")
     for model in (
         OpenAIChatModel(MODEL, provider=provider),
         OpenAIResponsesModel(MODEL, provider=provider),
-        AnthropicModel(MODEL, provider=AnthropicProvider(base_url=URL, api_key="none")),
+        AnthropicModel(MODEL, provider=by_anthropic),
     ):
         assert Agent(model, model_settings={"max_tokens": 8}).run_sync(ASKED).output
         made = Agent(model, output_type=City, model_settings={"max_tokens": 200}, retries=3).run_sync(ASKED).output
@@ -291,7 +292,11 @@ def smolagents() -> None:
 def dspy() -> None:
     import dspy as library
 
-    model = library.LM(f"openai/{MODEL}", api_base=V1, api_key="none", max_tokens=60, cache=False)
+    class KnownModel(library.LM):  # dspy asks litellm what a model can, and that knows some names
+        supports_response_schema = True
+        supported_params = frozenset({"response_format", "max_tokens", "temperature"})
+
+    model = KnownModel(f"openai/{MODEL}", api_base=V1, api_key="none", max_tokens=60, cache=False)
     assert model(ASKED)
     (made,) = model(ASKED, response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}})
     assert "days" in str(made)

@@ -24,6 +24,8 @@ from urllib.parse import urlsplit
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 MOST_SECONDS = 300  # for one client
+# Clients that want older packages than others: their environment is in a folder of their name in that of the others.
+ALONE = ("pydantic-ai-slim", "semantic-kernel")
 
 
 class Recorder(ThreadingHTTPServer):
@@ -105,11 +107,17 @@ def smaller(value: Any) -> Any:
     return f"{value[:300]}..." if isinstance(value, str) and len(value) > 400 else value
 
 
+def version(python: str, name: str) -> str:
+    """Of a package of an environment."""
+    code = f"import importlib.metadata as m; print(m.version({name!r}))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def record(folder: Path, python: str, name: str, seen: list[dict[str, Any]]) -> None:
     """Write each different request of a client to a file."""
-    code = f"import importlib.metadata as m; print(m.version({name!r}))"
-    version = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    (folder / f"{name}.json").write_text(written(name, version, different([smaller(each) for each in seen])))
+    (folder / f"{name}.json").write_text(
+        written(name, version(python, name), different([smaller(each) for each in seen]))
+    )
 
 
 def different(seen: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -139,16 +147,21 @@ def main() -> int:
         with http_get(url) as answer:
             model = json.loads(answer.read())["data"][0]["id"]
         for name in arguments.clients:
+            python = arguments.python
+            if name in ALONE:
+                python = str(Path(python).parents[1] / name / "bin/python")
             with recording(url) as recorder:
                 port = recorder.server_address[1]
-                problem = run_client(arguments.python, name, f"http://127.0.0.1:{port}", model)
+                problem = run_client(python, name, f"http://127.0.0.1:{port}", model)
             refused = [f"{each['path']} {each['status']}" for each in recorder.seen if each["status"] != 200]
-            print(f"{name}: {'FAILED' if problem else 'ok'}, {len(recorder.seen)} requests {refused or ''}", flush=True)
+            result = "FAILED" if problem else "ok"
+            about = f"{name} {version(python, name)}: {result}, {len(recorder.seen)} requests {refused or ''}"
+            print(about, flush=True)
             if problem:
                 failed.append(name)
                 print(problem, flush=True)
             elif arguments.record:
-                record(arguments.record, arguments.python, name, recorder.seen)
+                record(arguments.record, python, name, recorder.seen)
 
     if arguments.url:
         run_all(arguments.url)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from datetime import date
 from typing import Any
 
 from billfish.core.errors import DataError
@@ -20,8 +19,6 @@ from billfish.llm.conversation.write_calls import written_calls
 from billfish.llm.grammar import Grammar, json_schema, text_grammar
 
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn thoughts on and off
-# Days that Llama 3's and Firefunction's templates want; without, the one tells a day of 2024, and the other fails.
-DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}
 OFF = ("none", "minimal")  # reasoning efforts that mean no thought
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}  # what templates know instead
 TOLD = """You may call functions. They are described here in JSON:
@@ -140,8 +137,7 @@ def render(texts: ChatTexts, asked: Conversation) -> str:
     template, syntax = texts.template, texts.syntax
     if template is None:
         raise FieldError(asked.place, "This model has no chat template for messages.")
-    dates = {name: f"{date.today():{form}}" for name, form in DATES.items() if name in template.source}
-    variables = {**dates, **asked.variables}
+    variables = {**template.dates(), **asked.variables}
     effort = asked.effort
     if effort is not None:
         known = {"reasoning_effort": EFFORTS.get(effort, effort)}

@@ -96,7 +96,8 @@ class _Probe:
             return None
         given = [_definition(name) for name in NAMES] if tools else None
         try:
-            return self._template.render(messages, given, **{"add_generation_prompt": False, **variables})
+            named = {"add_generation_prompt": False, **self._template.dates(), **variables}
+            return self._template.render(messages, given, **named)
         except ModelError:
             return None
 
