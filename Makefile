@@ -112,7 +112,7 @@ build/clients/requirements.stamp: tests/in_clients/requirements.txt | $(BIN)/pyt
 	$(BIN)/python -m venv build/clients/semantic-kernel
 	build/clients/semantic-kernel/bin/pip install --quiet --disable-pip-version-check 'semantic-kernel==1.45.0'
 	$(BIN)/python -m venv build/clients/pydantic-ai-slim
-	build/clients/pydantic-ai-slim/bin/pip install --quiet --disable-pip-version-check 'pydantic-ai-slim[openai,anthropic]==2.31.1' 'anthropic==1.17.0'
+	build/clients/pydantic-ai-slim/bin/pip install --quiet --disable-pip-version-check 'pydantic-ai-slim[openai,anthropic]==2.31.1' 'anthropic==0.125.0'
 	touch $@
 
 # llama.cpp's own server tests. Its source comes with llama-cpp-python, of which nothing is compiled.
