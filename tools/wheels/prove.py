@@ -123,9 +123,7 @@ def prove_in_folder(wheel: Path, version: tuple[int, int], runner: list[str], ta
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)  # also for who has another user's rights in another root
         install = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile"]
-        # pip would compare what packages require with its own Python; the tags of wheels say enough.
-        install += ["--ignore-requires-python", "--target", folder]
-        install += ["--only-binary", ":all:", *(f"--find-links={link}" for link in links)]
+        install += ["--target", folder, "--only-binary", ":all:", *(f"--find-links={link}" for link in links)]
         foreign = ["--implementation", "cp", "--python-version", "{}.{}".format(*version)]
         foreign += [f"--platform={name}" for name in (tag, *older_tags(tag))]
         steps = {
