@@ -199,6 +199,10 @@ def test_defaults_are_what_the_models_files_recommend(path):
     ):
         (folder / "generation_config.json").write_text(json.dumps(said))
         assert sampling_defaults(fake) == found
+    fields = {"general.sampling.temp": 0.25, "general.sampling.top_k": 7, "general.sampling.penalty_repeat": 1.5}
+    write_model(path.parent / "fields.gguf", Small(fields=fields))
+    expected = {"temperature": 0.25, "top_k": 7, "repetition_penalty": 1.5}
+    assert sampling_defaults(load(path.parent / "fields.gguf")) == expected
     assert with_defaults(USUAL, {"temperature": 0.5}) == {"temperature": 0.5}
     assert with_defaults({"top_k": 20}, {"temperature": 0.5, "top_p": None}) == {"top_k": 20, "temperature": 0.5}
 

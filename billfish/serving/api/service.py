@@ -218,5 +218,5 @@ def text_of_object(place: str, item: Mapping[str, Any]) -> str:
         return item["prompt_string"]
     whole = set(item) == {"content"} and isinstance(parts, list) and 0 < len(texts) == len(parts)
     if whole and all(isinstance(text, str) for text in texts):
-        return "".join(texts)
+        return "".join(map(str, texts))
     raise wrong(place, shown(item), "prompt_string with a text, or content with parts of type text; no images or audio")

@@ -96,12 +96,12 @@ class ModelPool(Models):
         entry = self.find(name)
         if self.closing:
             raise Refusal(503, CLOSING, None, "server_closing", retry_after="5")
-        if entry.service is not None and not entry.leaving:
+        service = entry.service
+        if service is not None and not entry.leaving:
             self._add_user(entry)
         else:
-            await asking(self._wait_for(entry))
-        assert entry.service is not None
-        return self._using(entry, entry.service)
+            service = await asking(self._wait_for(entry))
+        return self._using(entry, service)
 
     def find(self, name: str | None) -> Entry:
         """The model of a name, or of an adapter's. Raises 404."""
@@ -132,7 +132,7 @@ class ModelPool(Models):
         if not entry.users:
             entry.free.set()
 
-    async def _wait_for(self, entry: Entry) -> None:
+    async def _wait_for(self, entry: Entry) -> Service:
         """Have the model loaded, and be one of its users."""
         if entry.waiting >= self._settings.streams + self._settings.queue:
             raise QueueFull(f"{entry.waiting} requests wait for {readable(entry.name)} to be loaded. Retry later.")
@@ -145,10 +145,13 @@ class ModelPool(Models):
                 if entry.service is None:
                     if entry.loading is None:
                         entry.loading = asyncio.ensure_future(self._load(entry))
-                        entry.loading.add_done_callback(lambda done: done.exception())  # even if nobody waits any more
+                        entry.loading.add_done_callback(
+                            lambda done: done.cancelled() or done.exception()
+                        )  # even if nobody waits any more
                     await asyncio.shield(entry.loading)
                 if entry.service is None:  # it has ended since
                     raise EngineGone("The engine has ended. Retry.")
+                return entry.service
             except BaseException:
                 self._remove_user(entry)
                 raise
@@ -228,7 +231,7 @@ class ModelPool(Models):
         many bytes fits."""
         if needed > self.memory:
             sizes = f"it takes {in_words(needed)} with the KV cache of its streams, and --memory is"
-            advice = "Lower --streams or --context, or raise --memory."
+            advice = "Lower --streams, --context or --cache-tokens, or raise --memory."
             raise LoadFailed(f"{sizes} {in_words(self.memory)}. {advice}")
         while True:
             others = [each for each in self.entries.values() if each.engine is not None and each is not entry]
