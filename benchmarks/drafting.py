@@ -4,11 +4,12 @@ SmolLM2-135M-Instruct, greedy. Every drafted answer is compared with the plain o
 
 With --device cuda it also times decode steps of a random model with the sizes of Llama-3-8B, by the rows that a
 sequence has in them, with CUDA events. A random model has no answers: how many drafts are right comes from SmolLM2, and
-is replayed with these times. --steps times these steps alone.
+is replayed with these times. --steps times these steps alone; --replay FILE replays with the steps of such a record.
 """
 
 from __future__ import annotations
 
+import json
 import platform
 import statistics
 import tempfile
@@ -196,27 +197,32 @@ def steps_of_8b(device: str, rounds: int) -> dict[str, Any]:
     return found
 
 
+def replayed(model: Model, steps: Mapping[str, Any], activations: Activations | None) -> dict[str, float]:
+    """Of each workload, the gain that `replay` finds for the model's own answer."""
+    seconds = {0: steps["answer_seconds"], **{int(rows): each for rows, each in steps["device_seconds"].items()}}
+    return {
+        name: replay(model.tokenize(workload.prompt), answer(model, name, None, activations).tokens, seconds)
+        for name, workload in WORKLOADS.items()
+    }
+
+
 def measured(device: str, threads: int, rounds: int, only_steps: bool) -> dict[str, Any]:
     """The records of this machine. only_steps: those of the 8B model alone."""
-    about = {"machine": platform.machine(), "cpu": machine.cpu_name(), "threads": threads}
+    about: dict[str, Any] = {"machine": platform.machine(), "cpu": machine.cpu_name(), "threads": threads}
     more: dict[str, Any] = {}
     kinds: tuple[Activations | None, ...] = ("q8", "q16")
     if device == "cpu":
         _cpu.set_threads(threads)
     else:
         kinds, more["8b"] = (None,), steps_of_8b(device, rounds)
+        about = machine.gpu()
         BACKENDS["cuda"].batch_invariant = True
     found = list[dict[str, Any]]()
     if not only_steps:
         model = load(device=device)
         found = [measure(model, workload, kind, rounds) for kind in kinds for workload in WORKLOADS]
         if device != "cpu":
-            steps = more["8b"]["batch_invariant"]
-            seconds = {0: steps["answer_seconds"], **steps["device_seconds"]}
-            more["8b"]["replayed"] = {
-                name: replay(model.tokenize(workload.prompt), answer(model, name, None, None).tokens, seconds)
-                for name, workload in WORKLOADS.items()
-            }
+            more["8b"]["replayed"] = replayed(model, more["8b"]["batch_invariant"], None)
         about["kernels"] = model.decoder.kernels
     about |= {**machine.versions("numpy"), **machine.today()}
     return {"about": about, "records": found, **more}
@@ -229,8 +235,18 @@ def main() -> None:
     parser.add_argument(
         "--steps", action="store_true", help="on a GPU, time the steps of the 8B model alone (default: off)"
     )
+    parser.add_argument(
+        "--replay",
+        type=Path,
+        metavar="FILE",
+        help="replay the answers of SmolLM2 on the CPU with the steps of a record of --steps, and time nothing",
+    )
     flags = parser.parse_args()
-    results = measured(flags.device, flags.threads, flags.rounds, flags.steps)
+    if flags.replay is not None:
+        results = json.loads(flags.replay.read_text())
+        results["8b"]["replayed"] = replayed(load(device="cpu"), results["8b"]["batch_invariant"], "exact")
+    else:
+        results = measured(flags.device, flags.threads, flags.rounds, flags.steps)
     for record in results["records"]:
         plain, drafted = record["plain_tok_per_s"], record["ngram_tok_per_s"]
         print(

@@ -112,6 +112,18 @@ def drafting(results: Results) -> str:
     return table(lines)
 
 
+def drafting_steps(results: Results) -> str:
+    """Steps of an 8B model by their rows of one sequence, and what drafts would gain with such steps."""
+    kinds = {"batch_invariant": "`batch_invariant`", "fastest": "fastest"}
+    rows = [str(count) for count in (1, 2, 4, 8)]
+    lines = [["8B, q4_0", *(f"{count} rows" if count != "1" else "1 row" for count in rows)]]
+    for kind, name in kinds.items():
+        seconds, ratios = (results["8b"][kind][what] for what in ("device_seconds", "of_one_row"))
+        lines.append([name, *(f"{seconds[count] * 1e6:.0f} us ({ratios[count]:.3f})" for count in rows)])
+    gains = ", ".join(f"{name} {gain:.2f}" for name, gain in results["8b"]["replayed"].items())
+    return f"{table(lines)}n-gram drafts in these steps, times plain: {gains}.\n\n"
+
+
 def peers(results: Results) -> str:
     """Whose figures the peers' columns are."""
     found = results["about"]["peers"]
@@ -700,6 +712,9 @@ TABLES: Mapping[str, Table] = {
     "llm-xeon-peers": Table("llm_xeon.json", peers),
     "qwen35": Table("qwen35.json", hybrid, "python -m benchmarks.qwen35_speed --json FILE"),
     "drafting-xeon": Table("drafting_xeon.json", drafting, "python -m benchmarks.drafting --json FILE"),
+    "drafting-h200": Table(
+        "drafting_h200.json", drafting_steps, "python -m benchmarks.drafting --device cuda --steps --json FILE"
+    ),
     "llm-h200": Table("llm_cuda_h200.json", llm_gpu, "python -m benchmarks.llm_cuda --llama FOLDER --json FILE"),
     "llm-h200-prefill-fp8": Table("cuda_bytes_h200.json", prefill_fp8),
     "token-h200": Table("token_h200.json", token_gpu, "python -m benchmarks.token_cuda --json FILE"),
