@@ -70,6 +70,17 @@ def padded_rows(count: int) -> int:
     return -(-count // step) * step
 
 
+def row_sizes(most: int) -> list[int]:
+    """The rows that steps with prompts may have."""
+    return sorted({min(padded_rows(count), most) for count in range(8, most + 1, 8)})
+
+
+def scored_sizes(sequences: int) -> set[int]:
+    """The scored rows that steps with prompts may have: of sequences that decode, padded, and of prompts that end."""
+    most = max(padded(decoding) + sequences - decoding for decoding in range(1, sequences + 1))
+    return {*(size for size in DECODE_SIZES if size <= most), padded(most)}
+
+
 class TableRow:
     """A sequence's row in the tables of pages, and what the device has there. It is also the sequence's slot in
     `chosen`."""
@@ -474,9 +485,12 @@ class CudaSteps:
                     self._send(staging, batch, changes)
                     self._issue(batch, activations)
         rows = self.memory.rows
-        for count in sorted({min(padded_rows(count), rows) for count in range(8, rows + 1, 8)}):
-            batch = Batch(count, 0, blocks=8, scored=1)
-            if not self._scratch.state:  # a model without recurrent layers
+        batches = [Batch(count, 0, blocks=8, scored=1) for count in row_sizes(rows)]
+        # Padded rows that decode and prompts that end are scored together: more rows than in any graph.
+        scored = {min(size, self.memory.scored, rows) for size in scored_sizes(self.sequences)}
+        batches += [Batch(rows, 0, blocks=8, scored=size) for size in sorted(scored) if size > self.sequences]
+        if not self._scratch.state:  # a model without recurrent layers
+            for batch in batches:
                 self._program((batch, activations, invariant))
         self._layers.prepare_late(self.memory)
         synchronize(self._stream.pointer)

@@ -19,7 +19,7 @@ from serving_http import until
 from serving_support import submit
 
 import billfish as bf
-from billfish.backends.cuda import step_memory
+from billfish.backends.cuda import driver, step_memory
 from billfish.core.errors import BackendUnavailable
 from billfish.llm import Model, cuda, cuda_kv_cache, cuda_sampling, cuda_steps, load
 from billfish.llm.decoder_base import PENDING
@@ -339,6 +339,30 @@ def test_an_interrupted_step_is_taken_for_no_answer(gpu, model, kernel):
     assert tokens_of(first) == counting(6, 20)
     assert model.decoder.choose(passages, samplers, None) == [51, 101, 151]
     check_fed(gpu, [100], caches[1].lists[0].pages)
+
+
+@pytest.mark.parametrize("sequences", [1, 8, 32, 64])
+def test_serving_compiles_and_captures_nothing_after_warm(gpu, model, monkeypatch, sequences):
+    """Whatever part of the sequences decodes while the prompts of all others end."""
+    kernels = set[tuple[Any, ...]]()
+    load_kernel = gpu.kernel
+
+    def kernel(source: str, name: str, macros: Any, ordinal: int, shared_bytes: int) -> int:
+        kernels.add((source, macros, shared_bytes))
+        return load_kernel(source, name, macros, ordinal, shared_bytes)
+
+    monkeypatch.setattr(driver, "kernel", kernel)
+    decoder = model.decoder
+    decoder.warm(sequences, None)
+    warm, captures = set(kernels), decoder.captures
+    assert warm
+    for decoding in range(sequences):
+        caches = [decoder.cache(32) for _ in range(sequences)]
+        fed = [[5 + i] for i in range(decoding)] + [counting(i, 20) for i in range(decoding, sequences)]
+        samplers = [Sampling().sampler() for _ in caches]
+        decoder.choose(list(zip(caches, fed, strict=True)), samplers, None)
+    assert kernels == warm
+    assert decoder.captures == captures
 
 
 def test_pages_are_given_back_and_used_again(model):
