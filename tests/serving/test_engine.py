@@ -371,7 +371,7 @@ def test_who_goes_is_cancelled_at_the_next_step(engine, model, monkeypatch):
     assert gone.ticket.completion_tokens <= 4
     assert {answer.wait().finished for answer in (running, *waiting[:-1])} == {"length"}
     gone.ticket.cancel()
-    assert engine.counts().finished == {"stop": 0, "length": 4, "cancelled": 2, "failed": 0}
+    assert engine.counts().finished == {"stop": 0, "length": 4, "cancelled": 2, "failed": 0, "refused": 0}
 
 
 def test_who_does_not_take_a_piece_is_cancelled(engine):

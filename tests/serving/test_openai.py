@@ -306,6 +306,16 @@ def test_a_prompt_that_was_there_is_counted_as_cached(client):
     assert 16 <= again.prompt_tokens_details.cached_tokens < again.prompt_tokens
 
 
+def test_cached_tokens_are_counted_where_a_stop_text_ends_the_answer(client):
+    """The front ends it then, before the engine has said its last."""
+    options = {"model": "small", "prompt": "ab ba " * 12, "temperature": 0, "max_tokens": 200}
+    text = client.completions.create(**options).choices[0].text
+    stopped = client.completions.create(**options, stop=text[2:6])
+    assert (stopped.choices[0].finish_reason, stopped.choices[0].text) == ("stop", text[: text.index(text[2:6])])
+    assert stopped.usage.completion_tokens < 100
+    assert 16 <= stopped.usage.prompt_tokens_details.cached_tokens < stopped.usage.prompt_tokens
+
+
 @pytest.mark.parametrize("encoding", ["float", "base64", None])
 def test_embeddings_are_those_of_embed_text(server, client, encoding):
     options = {} if encoding is None else {"encoding_format": encoding}

@@ -195,7 +195,8 @@ class Answer(Job):
         if end:  # which waits for `tell_end`
             self._end = Chosen(choice.token, choice.scored, end, "", self.ticket.cached_tokens, drafts)
         else:
-            self._give(Chosen(choice.token, choice.scored, drafts=drafts))
+            cached = self.ticket.cached_tokens if self.ticket.completion_tokens == 1 else 0
+            self._give(Chosen(choice.token, choice.scored, cached_tokens=cached, drafts=drafts))
 
     def end(self, reason: str, error: str = "") -> None:
         if not self.finished:

@@ -66,8 +66,9 @@ class Chosen(NamedTuple):
     """The next token of an answer; None where it ends without one.
 
     scored: the token and the best ones with their log probabilities, if the request asks for them. finished: "" up to
-    the end, which has one of `REASONS`. error: a sentence, with "failed" and "refused". cached_tokens: at the end, as
-    of the ticket. drafts: with the tokens of a step that had a draft: those of the ticket.
+    the end, which has one of `REASONS`. error: a sentence, with "failed" and "refused". cached_tokens: those of the
+    ticket, with the first token and at the end. drafts: with the tokens of a step that had a draft: those of the
+    ticket.
     """
 
     token: int | None

@@ -70,6 +70,10 @@ class Answers:
         """The step whose tokens come next had a draft."""
         self.drafts[id - self._first] = drafts
 
+    def reused(self, id: int, cached: int) -> None:
+        """So many tokens of the prompt were not computed again."""
+        self.cached_tokens[id - self._first] = cached
+
     def took(self, id: int, chosen: Chosen) -> None:
         """The engine has chosen a token of an answer."""
         index = id - self._first
@@ -269,6 +273,10 @@ class EngineClient(ServerClient):
             answers = found(id)
             if answers is not None:
                 answers.drafted(id, Drafts(*drafts))
+        for id, cached in step.cached.items():
+            answers = found(id)
+            if answers is not None:
+                answers.reused(id, cached)
         for at in range(0, len(tokens), 2):
             answers = found(tokens[at])
             if answers is not None:

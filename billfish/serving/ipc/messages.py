@@ -125,12 +125,14 @@ Ended = tuple[int, int | None, Best, str, str, int]  # id, and the fields of `Ch
 class Step(Message):
     """What one step of the engine gave. tokens: ids of answers and their next tokens, by turns. scored: id, token and
     log probabilities, for answers that want these. ended: answers with their last token. drafts: of answers that had a
-    draft, the tokens that were drafted and right since they began."""
+    draft, the tokens that were drafted and right since they began. cached: of answers whose first token this is, the
+    tokens of the prompt that were not computed again, if there are any: a front may end an answer, with a stop text."""
 
     tokens: list[int]
     scored: list[tuple[int, int, Best]]
     ended: list[Ended]
     drafts: dict[int, tuple[int, int]]
+    cached: dict[int, int]
 
 
 class Vectors(Message):

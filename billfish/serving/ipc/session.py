@@ -137,6 +137,7 @@ class Session(StateSession):
         self._scored: list[tuple[int, int, list[Scored]]] = []
         self._ended: list[messages.Ended] = []
         self._drafts: dict[int, tuple[int, int]] = {}
+        self._cached: dict[int, int] = {}
 
     # ---- what the front says ------------------------------------------------------------------------------------
 
@@ -279,6 +280,8 @@ class Session(StateSession):
         token, scored, finished, error, cached, drafts = chosen
         if drafts is not None:
             self._drafts[id] = drafts
+        if cached and not finished:
+            self._cached[id] = cached
         if finished:
             with self._lock:
                 self._tickets.pop(id, None)
@@ -291,8 +294,8 @@ class Session(StateSession):
     def flush(self) -> None:
         """The step is over."""
         if self._tokens or self._scored or self._ended:
-            step = messages.Step(self._tokens, self._scored, self._ended, self._drafts)
-            self._tokens, self._scored, self._ended, self._drafts = [], [], [], {}
+            step = messages.Step(self._tokens, self._scored, self._ended, self._drafts, self._cached)
+            self._tokens, self._scored, self._ended, self._drafts, self._cached = [], [], [], {}, {}
             self._send(step)
 
 
