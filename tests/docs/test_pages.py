@@ -30,7 +30,7 @@ DEVICES = {"docs/metal.md", "docs/first-hour-on-a-mac.md"}  # which need a Mac
 
 
 def quantized_file(folder: Path) -> None:
-    write_model(folder / "model.gguf", Small())
+    write_model(folder / "model.gguf", Small(context=1024))
 
 
 def float_file(folder: Path) -> None:
