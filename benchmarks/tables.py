@@ -731,7 +731,7 @@ TABLES: Mapping[str, Table] = {
         "python -m benchmarks.serving_waves --device cuda --models FOLDER --decoder --json FILE",
     ),
     "serving-h200-short": Table("serving_h200.json", waves_short),
-    "serving-soak": Table("serving_soak.json", soaked),
+    "soak": Table("serving_soak.json", soaked),
     "vllm-tokens": Table("vllm_tokens.json", served, "make test-vllm"),
     "vllm-xeon": Table("vllm_xeon.json", served_speed, "build/vllm/bin/python -m benchmarks.vllm_speed --json FILE"),
     # matmuls on CPUs
