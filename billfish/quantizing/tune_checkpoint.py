@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,7 +114,8 @@ def tune_checkpoint(
         raise DataError(bad_argument(CALL, "window", window, f"2 to {context}, the model's context"))
     windows = [part for part in windows_of(source.tokenizer(), content, tokens, window) if len(part) > 1]
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    settings_of_run = [__version__, identity(checkpoint.files), str(path_of(CALL, against)), windows, epochs, rate]
+    truth = identity(Checkpoint(path_of(CALL, against)).files)
+    settings_of_run = [__version__, identity(checkpoint.files), truth, windows, epochs, rate]
     kept = Path(f"{os.path.abspath(out)}.partial-tuning")
     training = Training(source, checkpoint, Path(against), windows, Steps(epochs, rate), place)
     training.run(kept, hashlib.sha256(json.dumps(settings_of_run).encode()).hexdigest(), progress)
@@ -272,7 +274,14 @@ class Training:
             return 0, []
         try:
             content = torch.load(kept, map_location=self._device, weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError, KeyError):  # of another program, or damaged
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+            EOFError,
+            KeyError,
+            UnpicklingError,
+        ):  # of another program, or damaged
             return 0, []
         if content.get("run") != run:
             return 0, []

@@ -134,6 +134,33 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(model, monkeypatch):
     assert not list(model.parent.glob("*.partial*"))
 
 
+@pytest.mark.parametrize("changed", ["model", "kept"])
+def test_a_stopped_run_with_another_model_or_a_damaged_file_begins_anew(model, monkeypatch, changed):
+    quantized, out = model.parent / "quantized.gguf", model.parent / "out.gguf"
+    bf.quantize_checkpoint(model, quantized, "q4_0", progress=False)
+    monkeypatch.setattr(tuning, "SAVE_SECONDS", 0.0)
+    gradients, steps = tuning.Training._gradients, []
+
+    def counting(self, window):
+        steps.append(window)
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        return gradients(self, window)
+
+    monkeypatch.setattr(tuning.Training, "_gradients", counting)
+    with pytest.raises(KeyboardInterrupt):
+        bf.tune_checkpoint(quantized, out, **settings(model))
+    if changed == "model":
+        content = bytearray(model.read_bytes())
+        content[-1] ^= 1
+        model.write_bytes(content)
+    else:
+        Path(f"{out}.partial-tuning").write_bytes(b"\x99 no pickle")
+    steps += [-1]  # so that the next run is not stopped
+    bf.tune_checkpoint(quantized, out, **settings(model))
+    assert len(steps) == 4 + 2 * 4
+
+
 def test_what_cannot_be_trained(model, tmp_path):
     for name, message in (("mxfp4", "powers of two"), ("q4_0", "exists")):
         quantized = tmp_path / f"{name}.gguf"
