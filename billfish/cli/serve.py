@@ -37,18 +37,18 @@ PACKAGES = ("starlette", "uvicorn", "llguidance", "msgspec", "prometheus_client"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser, several="; several are loaded when they are asked for")
+    add_model_arguments(parser, several="; of several, each is loaded when a request names it")
     parser.add_argument(
         "--models",
         dest="folder",
         metavar="FOLDER",
-        help="serve all GGUF files and model folders in FOLDER, each loaded when it is asked for (default: none)",
+        help="serve all GGUF files and model folders in FOLDER, each loaded when a request names it (default: none)",
     )
     parser.add_argument(
         "--memory",
         metavar="SIZE",
         help="memory for all loaded models together, weights and KV caches, such as 24GB, or 80%% of the device's; the "
-        f"least recently used ones are unloaded (default: {MEMORY.replace('%', '%%')})",
+        f"least recently used ones are unloaded to make room (default: {MEMORY.replace('%', '%%')})",
     )
     parser.add_argument("--host", default="127.0.0.1", metavar="A", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument(
@@ -136,7 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reasoning-effort",
         choices=["none", "minimal", "low", "medium", "high", "xhigh"],
-        help="reasoning effort of requests that name none; none turns thoughts off (default: as the model does)",
+        help="reasoning effort of requests that name none; none turns thoughts off (default: that of the model)",
     )
     parser.add_argument(
         "--fronts",

@@ -13,7 +13,7 @@ from billfish.quantizing.tune_checkpoint import tune_checkpoint
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoints(parser)
     parser.add_argument(
-        "--against", required=True, metavar="MODEL", help="model to be like, such as the float model of IN (required)"
+        "--against", required=True, metavar="MODEL", help="model to match, such as the float model of IN (required)"
     )
     parser.add_argument("--text", metavar="FILE", help="text to train with, in UTF-8 (default: a built-in text)")
     parser.add_argument(
