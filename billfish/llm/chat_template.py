@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,8 +25,8 @@ RESERVED = {"messages", "tools"}  # variables of a template that have arguments 
 ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 
 
-# A day that Llama 3's templates want, else they tell one of 2024.
-DATES = {"date_string": "%d %b %Y"}
+# A day that Llama 3's templates want, else they tell one of 2024, and one that Firefunction's cannot do without.
+DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}
 
 
 class TemplateFailed(Exception):
@@ -41,6 +42,8 @@ class ChatTemplate:
         """tokens: what the template may want to write, such as bos_token="<s>"."""
         self.source, self._tokens = source, tokens
         self._process: TemplateProcess | None = None
+        # Firefunction's reads no tools, but their JSON.
+        self._wants_functions = isinstance(source, str) and bool(re.search(r"\+ *functions\b", source))
         try:
             if not isinstance(source, str):
                 raise TemplateFailed(f"it is {type_of(source)}, not a text")
@@ -66,6 +69,8 @@ class ChatTemplate:
         names = {"add_generation_prompt": True, **self._tokens, **variables, **given}
         if tools:
             names["tools"] = [dict(tool) for tool in tools]
+        if self._wants_functions:
+            names["functions"] = json.dumps(names["tools"], indent=2, ensure_ascii=False) if tools else ""
         try:
             while True:
                 process = self._running()

@@ -353,6 +353,21 @@ def test_a_day_for_templates_that_want_one(tmp_path):
     assert prompt == f"{today:%d %b %Y} abba"
 
 
+def test_functions_for_a_template_that_reads_no_tools(tmp_path):
+    """As Firefunction's."""
+    file = tmp_path / "small.gguf"
+    source = "{{ 'Call: ' + functions + ' on ' + datetime }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    write_model(file, Small(template=source, context=256))
+    tool = {"type": "function", "function": {"name": "clock"}}
+    with serving(file, streams=1) as server:
+        without = ok(server, "/apply-template", {"messages": ASKED})["prompt"]
+        told = ok(server, "/apply-template", {"messages": ASKED, "tools": [tool]})["prompt"]
+    today = f"{date.today():%b %d %Y}"
+    assert without == f"Call:  on {today}[abba]"
+    functions = json.loads(told.removeprefix("Call: ").partition(" on ")[0])
+    assert [each["function"]["name"] for each in functions] == ["clock"]
+
+
 def test_documents_are_ranked_by_their_vectors(server):
     documents = ["ab", "something else", {"text": "abba ba"}]
     found = ok(server, "/v1/rerank", {"query": "ab", "documents": documents, "top_n": 2})
