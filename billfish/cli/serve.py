@@ -134,6 +134,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="refuse requests with unknown fields instead of ignoring these (default: off)",
     )
     parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="add the rendered prompt to chat completions, as __verbose (default: for requests with verbose)",
+    )
+    parser.add_argument(
         "--reasoning-effort",
         choices=["none", "minimal", "low", "medium", "high", "xhigh"],
         help="reasoning effort of requests that name none; none turns thoughts off (default: that of the model)",
@@ -204,18 +209,11 @@ def run(arguments: argparse.Namespace) -> None:
 
         try:
             if fronts:
-                strict = {
-                    "strict_fields": arguments.strict_fields,
-                    "effort": arguments.reasoning_effort,
-                    "keys": keys.digests,
-                    "fronts": fronts,
-                }
-                strict["adapters"] = list(model.adapters)
-                told = Configure(path=str(model.path), name=name, **facts._asdict(), **strict, **options)
+                more = {**_asking(arguments), "keys": keys.digests, "fronts": fronts, "adapters": list(model.adapters)}
+                told = Configure(path=str(model.path), name=name, **facts._asdict(), **more, **options)
                 Fronts(host, listening, told, announce, reread).run()
             else:
-                asking = {"strict_fields": arguments.strict_fields, "effort": arguments.reasoning_effort}
-                service = Service(EngineClient(model.tokenizer), model, facts, name, **asking)
+                service = Service(EngineClient(model.tokenizer), model, facts, name, **_asking(arguments))
                 service.warm_up()
                 Server(host, service, keys, announce, **options, read_keys=reread).run([listening])
                 service.close()
@@ -231,6 +229,15 @@ def paths_of(arguments: argparse.Namespace) -> list[str]:
     if given and arguments.model_option is not None:
         raise DataError("serve: Pass the model as MODEL or with -m, not both.")
     return given if arguments.model_option is None else [arguments.model_option]
+
+
+def _asking(arguments: argparse.Namespace) -> dict[str, Any]:
+    """How requests are read and answered."""
+    return {
+        "strict_fields": arguments.strict_fields,
+        "effort": arguments.reasoning_effort,
+        "verbose": arguments.verbose,
+    }
 
 
 def _check_single(arguments: argparse.Namespace) -> None:
@@ -269,8 +276,7 @@ def _serve_several(
     catalog = catalog_of(found, arguments.alias, arguments.lora)
     total = device_memory(settings.device)
     memory = memory_of(arguments.memory or MEMORY, total)
-    asking = {"strict_fields": arguments.strict_fields, "effort": arguments.reasoning_effort}
-    pool = ModelPool(catalog, settings, memory, on_gpu=is_gpu(settings.device), **asking)
+    pool = ModelPool(catalog, settings, memory, on_gpu=is_gpu(settings.device), **_asking(arguments))
 
     def announce() -> None:
         names = ", ".join(readable(named.name) for named in catalog)

@@ -12,10 +12,9 @@ from chat_templates import TEMPLATES
 from llm_models import Small, write_model
 from serving_http import Running, serving
 
-from billfish.llm.detokenizer import Piece
 from billfish.llm.grammar import Grammar
 from billfish.serving.engine.requests import Chosen, Request
-from billfish.serving.ipc.client import Answers, EngineClient
+from billfish.serving.ipc.client import Answers, EngineClient, Take
 
 Script = Callable[[str], str]  # from a rendered prompt to the answer
 
@@ -28,9 +27,7 @@ class ScriptedClient(EngineClient):
 
     script: Script
 
-    async def ask(
-        self, requests: Sequence[Request], grammar: Grammar | None, take: Callable[[int, Piece], object]
-    ) -> Answers:
+    async def ask(self, requests: Sequence[Request], grammar: Grammar | None, take: Take) -> Answers:
         first = self._ids(len(requests))
         answers = Answers(self, first, requests, take, self._tokenizer)
         self._playing = [

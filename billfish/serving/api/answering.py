@@ -25,12 +25,14 @@ from billfish.llm.grammar import Grammar
 from billfish.llm.sampler import Scored
 from billfish.serving.api.request_bodies import Refusal, refuse
 from billfish.serving.api.service import Service
-from billfish.serving.engine.requests import QueueFull, Request, ServerClosing
+from billfish.serving.api.telemetry import Telemetry
+from billfish.serving.engine.requests import Progress, QueueFull, Request, ServerClosing
 from billfish.serving.ipc.client import Answers, EngineGone, SchemaError
 
 Result = TypeVar("Result")
 EVENTS, LINES = "text/event-stream; charset=utf-8", "application/x-ndjson"
 encode = msgspec.json.Encoder().encode
+NO_TEXT = Piece("")
 
 
 class ClientGone(Exception):
@@ -114,9 +116,12 @@ class Usage:
 
 
 class Format(ABC):
-    """Writes answers in the JSON of one API."""
+    """Writes answers in the JSON of one API. prompt: the text that messages made. telemetry: of the answers, if the
+    client wants some."""
 
     media = EVENTS
+    prompt = ""
+    telemetry: Telemetry | None = None
 
     def __init__(self, stream: bool) -> None:
         """stream: whether the client wants an answer in pieces."""
@@ -196,8 +201,18 @@ async def pieces_of(service: Service, asked: Asked, receive: Receive) -> AsyncGe
     running, first, started = len(asked.requests), True, time.perf_counter()
     something = asyncio.Event()
 
-    def take(index: int, piece: Piece) -> None:
+    telemetry = asked.format.telemetry
+
+    def take(index: int, piece: Piece | Progress) -> None:
         nonlocal running, first
+        if isinstance(piece, Progress):
+            if telemetry is not None:
+                telemetry.read(index, piece)
+            came.append((index, NO_TEXT))
+            something.set()
+            return
+        if telemetry is not None:
+            telemetry.token(index)
         if first:
             first = False
             service.client.first_piece(time.perf_counter() - started)
@@ -212,6 +227,8 @@ async def pieces_of(service: Service, asked: Asked, receive: Receive) -> AsyncGe
     watch.add_done_callback(lambda _: something.set())
     try:
         asked.answers.append(answers)
+        if telemetry is not None:
+            telemetry.tokens_of = answers.tokens_of
         yield []
         while running or came:
             await something.wait()

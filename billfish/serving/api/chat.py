@@ -20,6 +20,7 @@ from billfish.serving.api.logprobs import Logprobs
 from billfish.serving.api.request_bodies import Body, Refusal, refuse
 from billfish.serving.api.service import Service
 from billfish.serving.api.settings import HARMLESS, UNSUPPORTED, AtMost, Effort, Options
+from billfish.serving.api.telemetry import Telemetry
 
 DONE = b"data: [DONE]\n\n"
 FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}\Z")]
@@ -162,6 +163,9 @@ class ChatBody(Options, kw_only=True):
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
     modalities: list[Literal["text"]] = []
+    timings_per_token: bool = False
+    return_progress: bool = False
+    verbose: bool = False
 
 
 def read_chat(service: Service, body: ChatBody) -> Asked:
@@ -169,7 +173,7 @@ def read_chat(service: Service, body: ChatBody) -> Asked:
     if body.top_logprobs and not body.logprobs:
         raise refuse("top_logprobs", 'top_logprobs needs "logprobs": true.')
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
-    format = ChatFormat(service, body.stream, body.include_usage, alternatives is not None)
+    format = ChatFormat(service, body, alternatives is not None)
     return prepare(service, conversation_of(body, alternatives), format)
 
 
@@ -282,26 +286,33 @@ def _call(place: str, call: ToolCall) -> Call:
 class ChatFormat(Format):
     """OpenAI's chat completions."""
 
-    def __init__(self, service: Service, stream: bool, include_usage: bool, with_logprobs: bool) -> None:
-        super().__init__(stream)
+    def __init__(self, service: Service, body: ChatBody, with_logprobs: bool) -> None:
+        super().__init__(body.stream)
         self._head = head_of("chatcmpl", service.name)
-        self._include_usage = include_usage
+        self._include_usage, self._verbose = body.include_usage, body.verbose or service.verbose
+        progress = body.return_progress and body.stream
+        self.telemetry = Telemetry.wanted(progress=progress, timings=body.timings_per_token)
         self._logprobs = Logprobs(service.model.tokenizer.pieces) if with_logprobs else None
 
     def begin(self, choices: Sequence[Choice], prompt_tokens: int) -> bytes:
-        start = {"role": "assistant"}
+        start = {"role": "assistant", "content": None}
         return b"".join(self._chunk(index, start) for index in range(len(choices)))
 
     def step(self, index: int, choice: Choice, events: Sequence[Event], tokens: Sequence[Token]) -> bytes:
         tokens = tokens if self._logprobs is not None else ()
         deltas = list(deltas_of(events)) or ([{"content": ""}] if tokens else [])
-        data = [self._chunk(index, delta, () if at else tokens) for at, delta in enumerate(deltas)]
+        read = [] if self.telemetry is None else self.telemetry.prompt_progress(index)
+        timings = self._timings(index)
+        data = [self._chunk(index, {}, prompt_progress=each) for each in read]
+        data += [self._chunk(index, delta, () if at else tokens, **timings) for at, delta in enumerate(deltas)]
         if choice.finish_reason is not None:
-            data.append(self._chunk(index, {}, finish_reason=choice.finish_reason))
+            more = {} if self._include_usage else self._told
+            data.append(self._chunk(index, {}, finish_reason=choice.finish_reason, **timings, **more))
         return b"".join(data)
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         last = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage_of(usage)}
+        last |= self._timings(0) | self._told
         return (event(last) if self._include_usage else b"") + DONE
 
     def failed(self, refusal: Refusal) -> bytes:
@@ -317,15 +328,28 @@ class ChatFormat(Format):
             }
             for index, choice in enumerate(choices)
         ]
-        return {**self._head, "object": "chat.completion", "choices": made, "usage": usage_of(usage)}
+        answer = {**self._head, "object": "chat.completion", "choices": made, "usage": usage_of(usage)}
+        return answer | self._timings(0) | self._told
+
+    def _timings(self, index: int) -> dict[str, Any]:
+        return {} if self.telemetry is None else self.telemetry.fields(index)
+
+    @property
+    def _told(self) -> dict[str, Any]:
+        return {"__verbose": {"prompt": self.prompt}} if self._verbose else {}
 
     def _chunk(
-        self, index: int, delta: dict[str, Any], tokens: Sequence[Token] = (), finish_reason: str | None = None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        tokens: Sequence[Token] = (),
+        finish_reason: str | None = None,
+        **more: Any,
     ) -> bytes:
         found = self._logprobs.of_chat(tokens) if tokens and self._logprobs is not None else None
         choice = {"index": index, "delta": delta, "logprobs": found, "finish_reason": finish_reason}
         usage = {"usage": None} if self._include_usage else {}
-        return event({**self._head, "object": "chat.completion.chunk", **usage, "choices": [choice]})
+        return event({**self._head, "object": "chat.completion.chunk", **usage, "choices": [choice], **more})
 
 
 def head_of(prefix: str, name: str) -> dict[str, Any]:

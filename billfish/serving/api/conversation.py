@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from billfish.checkpoints.tokenizer.tokenizer import MARK
 from billfish.llm.conversation import chat
 from billfish.llm.conversation.chat import FieldError, ToolChoice, Turn, prepare_chat
 from billfish.llm.conversation.choice import Choice
@@ -43,6 +44,9 @@ def prepare(service: Service, asked: Conversation, format: Format) -> Asked:
         made = prepare_chat(service.chat, _with_effort(service, asked))
     prompt = service.encode(asked.place, made.text)
     requests = asked.settings.requests(asked.place, prompt, service.limits, service.defaults, made.shown)
+    if format.telemetry is not None:
+        requests = [replace(each, progress=True) for each in requests]
+    format.prompt = made.text.replace(MARK, "")
     choices = [Choice(made.reader()) for _ in requests]
     return Asked(requests, choices, format, grammar=made.grammar, empty=asked.settings.max_tokens == 0)
 

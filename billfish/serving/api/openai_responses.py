@@ -30,6 +30,7 @@ from billfish.serving.api.settings import (
     Share,
     Temperature,
 )
+from billfish.serving.api.telemetry import Telemetry
 from billfish.serving.ipc.client import ServerClient
 from billfish.serving.ipc.session import MOST_KEPT
 
@@ -162,6 +163,8 @@ class ResponsesBody(Body, kw_only=True):
     metadata: dict[str, Any] = {}
     store: bool = True
     stream: bool = False
+    timings_per_token: bool = False
+    return_progress: bool = False
 
 
 class Stored(NamedTuple):
@@ -322,6 +325,8 @@ class ResponsesFormat(Format):
     def __init__(self, service: Service, body: ResponsesBody, turns: list[Turn], tools: Mapping[str, Offered]) -> None:
         super().__init__(body.stream)
         self._service, self._body, self._turns, self._tools = service, body, turns, tools
+        progress = body.return_progress and body.stream
+        self.telemetry = Telemetry.wanted(progress=progress, timings=body.timings_per_token)
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
         self._number = -1
         self._items: list[dict[str, Any]] = []
@@ -334,12 +339,15 @@ class ResponsesFormat(Format):
         )
 
     def step(self, index: int, choice: Choice, events: Sequence[Event], tokens: Sequence[Token]) -> bytes:
-        return b"".join(data for each in events for data in self._take(each))
+        read = [] if self.telemetry is None else self.telemetry.prompt_progress(index)
+        kind = "response.in_progress"
+        data = [self._event(kind, response=self._response("in_progress"), prompt_progress=each) for each in read]
+        return b"".join([*data, *(data for each in events for data in self._take(each))])
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         data = b"".join(self._close())
         response = self._finished(choices[0], usage)
-        return data + self._event(f"response.{response['status']}", response=response)
+        return data + self._event(f"response.{response['status']}", response=response, **self._timings)
 
     def failed(self, refusal: Refusal) -> bytes:
         error = {"code": refusal.code or "server_error", "message": str(refusal)}
@@ -357,7 +365,11 @@ class ResponsesFormat(Format):
         for each in events:
             list(self._take(each))
         list(self._close())
-        return self._finished(choices[0], usage)
+        return self._finished(choices[0], usage) | self._timings
+
+    @property
+    def _timings(self) -> dict[str, Any]:
+        return {} if self.telemetry is None else self.telemetry.fields(0)
 
     # ---- items ------------------------------------------------------------------------------------------------
 
@@ -403,7 +415,7 @@ class ResponsesFormat(Format):
     def _delta(self, name: str, text: str, **more: Any) -> bytes:
         assert self._open is not None
         self._open["_text"] += text
-        return self._event(name, **self._where(), **more, delta=text)
+        return self._event(name, **self._where(), **more, delta=text, **self._timings)
 
     def _close(self) -> Iterator[bytes]:
         item = self._open

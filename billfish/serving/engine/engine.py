@@ -516,7 +516,7 @@ class Engine:
             self._counts.prompt_tokens += len(job.prompt)
             self._counts.cached_tokens += cached
             if isinstance(job, Answer):
-                job.ticket.cached_tokens = cached
+                job.begin_prefill()
         if isinstance(job, Answer):
             self._in_reading.add(job)
         return True

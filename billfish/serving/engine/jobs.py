@@ -20,7 +20,7 @@ from billfish.llm.model import Model
 from billfish.llm.sampler import Choice, RequestSampler, Scored, with_best
 from billfish.serving.engine.kv_slots import Cuts, Slot, cuts_for
 from billfish.serving.engine.prefix_index import block_hashes
-from billfish.serving.engine.requests import Chosen, Drafts, Request, Ticket, Times
+from billfish.serving.engine.requests import Chosen, Drafts, Progress, Request, Ticket, Times
 
 OnToken = Callable[[Chosen], object]
 TOGETHER = 1024  # tokens of texts that an encoder reads at once
@@ -119,6 +119,7 @@ class Answer(Job):
         self.hashes = block_hashes(self.prompt, cuts.smallest, request.owner)
         self._rows_again = rows_again
         self._times, self._last_time = times, time.perf_counter()
+        self._reports, self._prefill_began, self._processed = request.progress, 0.0, 0
         self.ticket, self.tenant = ticket, request.owner
         self.sampler = RequestSampler(request.sampling, request.prompt, matcher, request.logprobs)
         self._on_token, self._ends = on_token, ends
@@ -131,6 +132,24 @@ class Answer(Job):
     @property
     def cancelled(self) -> bool:
         return self.ticket.cancelled
+
+    def begin_prefill(self) -> None:
+        """It has its slot for the first time."""
+        self.ticket.cached_tokens = self._processed = self.position
+        self._prefill_began = time.perf_counter()
+        self._report()
+
+    def was_fed(self) -> None:
+        super().was_fed()
+        if self._processed < self.position < len(self.prompt):  # the first token tells of the rest
+            self._processed = self.position
+            self._report()
+
+    def _report(self) -> None:
+        if self._reports:
+            seconds = time.perf_counter() - self._prefill_began
+            progress = Progress(len(self.prompt), self.ticket.cached_tokens, self._processed, seconds)
+            self._give(Chosen(None, progress=progress))
 
     def cancel(self) -> None:
         self.ticket.cancelled = True
@@ -189,6 +208,9 @@ class Answer(Job):
         now = time.perf_counter()
         histogram = self._times.between_tokens if self.ticket.completion_tokens else self._times.first_token
         histogram.add(now - self._last_time)
+        if not self.ticket.completion_tokens:
+            self._processed = len(self.prompt)
+            self._report()
         self._last_time = now
         self.ticket.completion_tokens += 1
         self.finished = end

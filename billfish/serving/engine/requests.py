@@ -38,6 +38,7 @@ class Request:
     An answer that `max_tokens` cuts may be only the beginning of that. shown: control tokens whose names are part of
     the text. tenant: who asks; only prompts of the same tenant share a KV cache.
     adapter: the name of one that the model has loaded. draft: whether tokens may be drafted, if the engine does so.
+    progress: whether the prefill is reported (`Chosen.progress`).
     """
 
     prompt: list[int]
@@ -50,6 +51,7 @@ class Request:
     tenant: bytes = b""
     adapter: str | None = None
     draft: bool = True
+    progress: bool = False
 
     @property
     def owner(self) -> bytes:
@@ -68,7 +70,7 @@ class Chosen(NamedTuple):
     scored: the token and the best ones with their log probabilities, if the request asks for them. finished: "" up to
     the end, which has one of `REASONS`. error: a sentence, with "failed" and "refused". cached_tokens: those of the
     ticket, with the first token and at the end. drafts: with the tokens of a step that had a draft: those of the
-    ticket.
+    ticket. progress: of the prefill, before the first token and without one.
     """
 
     token: int | None
@@ -77,6 +79,17 @@ class Chosen(NamedTuple):
     error: str = ""
     cached_tokens: int = 0
     drafts: Drafts | None = None
+    progress: Progress | None = None
+
+
+class Progress(NamedTuple):
+    """How much of a prompt is in the KV cache. total: tokens of the prompt. cached: those that were there before.
+    processed: those that are there now. seconds: since the prefill began."""
+
+    total: int
+    cached: int
+    processed: int
+    seconds: float
 
 
 class Drafts(NamedTuple):

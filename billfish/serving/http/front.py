@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from billfish.core.log_line import logging_to_stderr
 from billfish.llm.chat_template import start_process
@@ -31,7 +32,8 @@ class Front(FrontServer):
         model.adapters = {name: number for number, name in enumerate(told.adapters)}
         facts = EngineFacts(told.streams, told.context, told.queue, told.nbytes)
         client = EngineClient(model.tokenizer)
-        service = Service(client, model, facts, told.name, strict_fields=told.strict_fields, effort=told.effort)
+        asking: dict[str, Any] = {"effort": told.effort, "verbose": told.verbose}
+        service = Service(client, model, facts, told.name, strict_fields=told.strict_fields, **asking)
         service.warm_up()
         super().__init__(
             OneModel(service),

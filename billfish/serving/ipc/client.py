@@ -16,11 +16,12 @@ from billfish.llm.detokenizer import Piece
 from billfish.llm.grammar import Grammar
 from billfish.llm.sampler import Scored
 from billfish.serving.engine.answer_text import AnswerText
-from billfish.serving.engine.requests import Chosen, Drafts, QueueFull, Request, ServerClosing
+from billfish.serving.engine.requests import Chosen, Drafts, Progress, QueueFull, Request, ServerClosing
 from billfish.serving.ipc import messages
 
 FETCH_SECONDS = 10.0
 LOST = "The engine has ended."
+Take = Callable[[int, Piece | Progress], object]
 
 
 class SchemaError(DataError):
@@ -42,7 +43,8 @@ ERRORS: dict[str, type[BillfishError]] = {
 
 
 class Answers:
-    """Answers to one request. take(index, piece) is called in the loop, up to the last piece of each.
+    """Answers to one request. take(index, piece) is called in the loop, up to the last piece of each; before the first
+    one with the progress of the prefill, for requests that want it.
 
     cached_tokens, completion_tokens: of each answer, so far. drafts: tokens of each that were drafted and right.
     """
@@ -52,7 +54,7 @@ class Answers:
         client: EngineClient,
         first: int,
         requests: Sequence[Request],
-        take: Callable[[int, Piece], object],
+        take: Take,
         tokenizer: Tokenizer,
     ) -> None:
         self._client, self._first, self._take = client, first, take
@@ -65,6 +67,14 @@ class Answers:
     def completion_tokens(self) -> int:
         """Of all together."""
         return sum(text.completion_tokens for text in self._texts)
+
+    def tokens_of(self, index: int) -> int:
+        """Of one answer, so far."""
+        return self._texts[index].completion_tokens
+
+    def progressed(self, id: int, progress: Progress) -> None:
+        """The prefill went on."""
+        self._take(id - self._first, progress)
 
     def drafted(self, id: int, drafts: Drafts) -> None:
         """The step whose tokens come next had a draft."""
@@ -208,9 +218,7 @@ class EngineClient(ServerClient):
         self._tokenizer = tokenizer
         self._answers: dict[int, Answers] = {}
 
-    async def ask(
-        self, requests: Sequence[Request], grammar: Grammar | None, take: Callable[[int, Piece], object]
-    ) -> Answers:
+    async def ask(self, requests: Sequence[Request], grammar: Grammar | None, take: Take) -> Answers:
         """Begin answers, all or none. Raises what the engine does, and SchemaError for the grammar."""
         first = self._ids(len(requests))
         answers = Answers(self, first, requests, take, self._tokenizer)
@@ -277,6 +285,10 @@ class EngineClient(ServerClient):
             answers = found(id)
             if answers is not None:
                 answers.reused(id, cached)
+        for id, total, cached, processed, seconds in step.progress:
+            answers = found(id)
+            if answers is not None:
+                answers.progressed(id, Progress(total, cached, processed, seconds))
         for at in range(0, len(tokens), 2):
             answers = found(tokens[at])
             if answers is not None:

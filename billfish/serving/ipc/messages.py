@@ -126,13 +126,15 @@ class Step(Message):
     """What one step of the engine gave. tokens: ids of answers and their next tokens, by turns. scored: id, token and
     log probabilities, for answers that want these. ended: answers with their last token. drafts: of answers that had a
     draft, the tokens that were drafted and right since they began. cached: of answers whose first token this is, the
-    tokens of the prompt that were not computed again, if there are any: a front may end an answer, with a stop text."""
+    tokens of the prompt that were not computed again, if there are any: a front may end an answer, with a stop text.
+    progress: ids and fields of `Progress`, for answers that want it."""
 
     tokens: list[int]
     scored: list[tuple[int, int, Best]]
     ended: list[Ended]
     drafts: dict[int, tuple[int, int]]
     cached: dict[int, int]
+    progress: list[tuple[int, int, int, int, float]]
 
 
 class Vectors(Message):
@@ -158,7 +160,8 @@ class Reply(Message):
 
 class Configure(Message):
     """The first message to a front. path: of the model. streams, context, queue, nbytes: of the engine. keys: digests.
-    effort: of reasoning. fronts: how many share the server's limits. adapters: names."""
+    effort: of reasoning. verbose: every chat is told its prompt. fronts: how many share the server's limits. adapters:
+    names."""
 
     path: str
     name: str
@@ -168,6 +171,7 @@ class Configure(Message):
     nbytes: int
     strict_fields: bool
     effort: str | None
+    verbose: bool
     keys: list[bytes]
     hosts: list[str]
     origins: list[str]

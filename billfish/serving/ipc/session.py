@@ -133,11 +133,12 @@ class Session(StateSession):
         self._lock = threading.Lock()  # held for what follows
         self._tickets: dict[int, Ticket | None] = {}  # of answers under way; None while they are submitted
         self._work: dict[int, Future[Any]] = {}  # grammars, texts
-        self._tokens: list[int] = []  # the engine's thread alone has these four
+        self._tokens: list[int] = []  # the engine's thread alone has these six
         self._scored: list[tuple[int, int, list[Scored]]] = []
         self._ended: list[messages.Ended] = []
         self._drafts: dict[int, tuple[int, int]] = {}
         self._cached: dict[int, int] = {}
+        self._progress: list[tuple[int, int, int, int, float]] = []
 
     # ---- what the front says ------------------------------------------------------------------------------------
 
@@ -277,7 +278,9 @@ class Session(StateSession):
     # ---- what the engine's thread says --------------------------------------------------------------------------
 
     def _chosen(self, id: int, chosen: Chosen) -> None:
-        token, scored, finished, error, cached, drafts = chosen
+        token, scored, finished, error, cached, drafts, progress = chosen
+        if progress is not None:
+            self._progress.append((id, *progress))
         if drafts is not None:
             self._drafts[id] = drafts
         if cached and not finished:
@@ -293,9 +296,10 @@ class Session(StateSession):
 
     def flush(self) -> None:
         """The step is over."""
-        if self._tokens or self._scored or self._ended:
-            step = messages.Step(self._tokens, self._scored, self._ended, self._drafts, self._cached)
-            self._tokens, self._scored, self._ended, self._drafts, self._cached = [], [], [], {}, {}
+        if self._tokens or self._scored or self._ended or self._progress:
+            step = messages.Step(self._tokens, self._scored, self._ended, self._drafts, self._cached, self._progress)
+            self._tokens, self._scored, self._ended, self._progress = [], [], [], []
+            self._drafts, self._cached = {}, {}
             self._send(step)
 
 

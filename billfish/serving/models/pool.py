@@ -65,11 +65,13 @@ class ModelPool(Models):
         on_gpu: bool,
         strict_fields: bool = False,
         effort: str | None = None,
+        verbose: bool = False,
     ) -> None:
         """settings: of every engine. memory: bytes of all loaded models together, weights and KV caches. effort: of
-        reasoning, for requests that name none."""
+        reasoning, for requests that name none. verbose: every chat is told its prompt."""
         super().__init__(PoolClient(self), strict_fields)
-        self.memory, self._settings, self._on_gpu, self._effort = memory, settings, on_gpu, effort
+        self.memory, self._settings, self._on_gpu = memory, settings, on_gpu
+        self._asking: dict[str, Any] = {"effort": effort, "verbose": verbose}
         self.entries = {named.name: Entry(named) for named in catalog}
         self._by_name = dict(self.entries)
         for entry in self.entries.values():
@@ -216,7 +218,7 @@ class ModelPool(Models):
         engine.receive = client.receive
         client.connect(send)
         facts = EngineFacts(ready.streams, ready.context, ready.queue, ready.nbytes)
-        entry.service = Service(client, model, facts, entry.name, effort=self._effort)
+        entry.service = Service(client, model, facts, entry.name, **self._asking)
         entry.service.warm_up()
         entry.loads += 1
         about = f"{in_words(entry.size)}, {ready.about}, {time.perf_counter() - started:.1f} s"

@@ -2,7 +2,8 @@
 
 SDIST: of llama-cpp-python, which has llama.cpp's source. Only its tests and chat templates are unpacked, to FOLDER. The
 tests run as llama.cpp wrote them, but for how the server starts (serve.py), and for what only their own model says:
-of texts it is checked only that there is one (`match_regex`), of a parameter `n_prompt` only that it is positive.
+of texts it is checked only that there is one (`match_regex`), of the parameters `n_prompt` and `batch_count` (into how
+many batches of --batch-size a prompt of their tokenizer is cut) only that the number is positive.
 Tests that needed that are counted as relaxed. Ends with 1 unless exactly the tests of refused.json fail.
 """
 
@@ -24,6 +25,7 @@ from requests.structures import CaseInsensitiveDict
 
 HERE = Path(__file__).resolve().parent
 REFUSED = HERE / "refused.json"  # tests that fail, and why
+COUNTS = {"n_prompt", "batch_count"}  # parameters that follow from the tokenizer
 MODEL = "model: "  # begins the reason of a test that needs a model that cannot be had
 # Of OpenAI's API, tokenizing, templates, tools, security and embeddings. The others test what only llama-server has.
 FILES = (
@@ -88,8 +90,8 @@ class Results:
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         for item in items:
             parameters = item.callspec.params if hasattr(item, "callspec") else {}
-            if "n_prompt" in parameters:
-                parameters["n_prompt"] = self._count(parameters["n_prompt"])
+            for name in COUNTS & parameters.keys():
+                parameters[name] = self._count(parameters[name])
 
     def pytest_runtest_setup(self, item: Any) -> None:
         self._relaxed.clear()

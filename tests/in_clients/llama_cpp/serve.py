@@ -21,7 +21,6 @@ NEUTRAL = (
     "--embedding",
     "--metrics",
     "--no-slots",
-    "--verbose",
 )
 NEUTRAL_WITH_VALUE = ("--batch-size", "--ubatch-size", "--threads", "--seed", "-fa", "--cache-ram", "--hf-file")
 # Templates that llama-server has built in.
@@ -66,6 +65,7 @@ def billfish_options(arguments: list[str], folder: Path) -> list[str]:
     parser.add_argument("--chat-template")
     parser.add_argument("--chat-template-file", type=Path)
     parser.add_argument("--reranking", action="store_true")
+    parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--reasoning", choices=["auto", "on", "off"], default="auto")
     parser.add_argument("--cors-origins", default="*")
     parser.add_argument("--pooling", choices=["mean", "last"], default="mean")
@@ -91,6 +91,7 @@ def billfish_options(arguments: list[str], folder: Path) -> list[str]:
     options += ["--context", str(given.ctx_size // given.parallel), "--threads", "1", "--activations", "exact"]
     options += ["--alias", given.alias] if given.alias else []
     options += ["--api-key", given.api_key] if given.api_key else []
+    options += ["--verbose"] if given.verbose else []
     options += ["--reasoning-effort", "none" if given.reasoning == "off" else "medium"]  # llama-server's default is on
     if given.api_key or given.cors_origins != "*":  # billfish refuses strangers' pages without keys
         options += ["--cors-origin", given.cors_origins]
