@@ -11,7 +11,7 @@ import pytest
 from chat_templates import TEMPLATES
 from llm_models import Small, write_model
 from serving_http import TOOLS_TEMPLATE, events, send, serving
-from serving_script import scripted
+from serving_script import ClientAtOnce, scripted
 
 from billfish.llm.chat_template import ChatTemplate
 from billfish.llm.conversation.choice import Choice, message_of
@@ -351,6 +351,17 @@ def test_a_day_for_templates_that_want_one(tmp_path):
         assert ok(server, "/apply-template", given)["prompt"].startswith("then ")
     today = date.today()
     assert prompt == f"{today:%d %b %Y} abba"
+
+
+def test_the_reason_comes_once_and_last_when_all_tokens_come_at_once(tmp_path):
+    file = tmp_path / "small.gguf"
+    write_model(file, Small(template=TOOLS_TEMPLATE, context=256))
+    for path, fields in (("/v1/chat/completions", {"messages": ASKED}), ("/v1/completions", {"prompt": "ab"})):
+        with serving(file, streams=1, client=ClientAtOnce) as server:
+            choices = [event["choices"][0] for event in events(server.url, path, {**fields, "stream": True})]
+        said = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+        assert (said, choices[-1]["finish_reason"]) == ("abba", "stop")
+        assert {choice["finish_reason"] for choice in choices[:-1]} == {None}
 
 
 def test_functions_for_a_template_that_reads_no_tools(tmp_path):

@@ -43,6 +43,19 @@ class ScriptedClient(EngineClient):
         answers.took(id, Chosen(None, (), "stop"))
 
 
+class ClientAtOnce(EngineClient):
+    """All tokens of an answer come before the first one is written, as where the loop is busy."""
+
+    async def ask(self, requests: Sequence[Request], grammar: Grammar | None, take: Take) -> Answers:
+        first = self._ids(len(requests))
+        answers = Answers(self, first, requests, take, self._tokenizer)
+        for id in range(first, first + len(requests)):
+            for token in self._tokenizer.encode("abba", special=False, start=False):
+                answers.took(id, Chosen(token))
+            answers.took(id, Chosen(None, (), "stop"))
+        return answers
+
+
 @contextmanager
 def scripted(folder: Path, script: Script, template: str = "qwen3", **options: Any) -> Iterator[Running]:
     """A server on a free port. template: a name of TEMPLATES. Its context holds the prompts of any agent."""

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -253,8 +253,9 @@ async def pieces_of(service: Service, asked: Asked, receive: Receive) -> AsyncGe
 Step = tuple[int, list[Event], Sequence[Token]]
 
 
-async def steps_of(service: Service, asked: Asked, receive: Receive) -> AsyncGenerator[list[Step], None]:
-    """As `pieces_of`, with what pieces mean. An answer that has said all that is wanted ends."""
+async def steps_of(service: Service, asked: Asked, receive: Receive) -> AsyncGenerator[Iterable[Step], None]:
+    """As `pieces_of`, with what pieces mean. An answer that has said all that is wanted ends. Each step is taken when
+    it is iterated over, so that `finish_reason` is not there before the last one."""
     if asked.score is not None:
         asked.scores.extend(await while_there(service.client.score(*asked.score), receive))
     if asked.empty:
@@ -269,14 +270,17 @@ async def steps_of(service: Service, asked: Asked, receive: Receive) -> AsyncGen
         return
     async with contextlib.aclosing(pieces_of(service, asked, receive)) as pieces:
         async for came in pieces:
-            steps = list[Step]()
-            for index, piece in came:
-                choice = asked.choices[index]
-                if choice.finish_reason is None:  # else an earlier piece of the batch has ended it
-                    steps.append((index, choice.take(piece), piece.tokens))
-                    if choice.finish_reason is not None and not piece.finished:
-                        asked.answers[0].end(index)
-            yield steps
+            yield _steps(asked, came)
+
+
+def _steps(asked: Asked, came: Sequence[tuple[int, Piece]]) -> Iterator[Step]:
+    for index, piece in came:
+        choice = asked.choices[index]
+        if choice.finish_reason is None:  # else an earlier piece of the batch has ended it
+            events = choice.take(piece)
+            if choice.finish_reason is not None and not piece.finished:
+                asked.answers[0].end(index)
+            yield index, events, piece.tokens
 
 
 async def respond(service: Service, asked: Asked, receive: Receive) -> ASGIApp:
@@ -284,8 +288,9 @@ async def respond(service: Service, asked: Asked, receive: Receive) -> ASGIApp:
     if asked.format.stream:
         return Stream(_stream(service, asked, receive), asked.format)
     async with contextlib.aclosing(steps_of(service, asked, receive)) as steps:
-        async for _ in steps:
-            pass
+        async for came in steps:
+            for _ in came:
+                pass
     return json_response(asked.format.whole(asked.choices, asked.usage(service)))
 
 
