@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -22,8 +23,10 @@ from serving_http import events, process, send, serving, until
 
 from billfish.core.errors import DataError
 from billfish.llm.text_model import TextModel
+from billfish.serving.api.request_bodies import Refusal
 from billfish.serving.engine.engine_settings import EngineSettings
 from billfish.serving.models.catalog import bytes_needed, catalog_of, memory_of, models_in
+from billfish.serving.models.pool import ModelPool
 
 pytestmark = [
     pytest.mark.process,
@@ -285,6 +288,33 @@ def test_an_engine_that_ends_is_told_and_loaded_again(folder):
         started.kill()
         started.wait()
         until(lambda: not any(Path(f"/proc/{each}/stat").exists() for each in (other, pid)))
+
+
+def test_an_engine_that_ends_while_its_load_waits_for_room_is_not_loaded(folder, monkeypatch):
+    """Its size is known when it is ready, and other models may have to leave then."""
+
+    async def load() -> None:
+        settings = EngineSettings(device="cpu", context=64, streams=1)
+        pool = ModelPool(catalog_of([folder / "a.gguf"], [], []), settings, 10**9, on_gpu=False)
+        pool.connect()
+        ended = asyncio.Event()
+        monkeypatch.setattr(pool, "_lose", lambda *_: ended.set())
+
+        async def make_room(entry, needed):
+            if entry.engine is not None:
+                os.kill(entry.engine.pid, signal.SIGKILL)
+                await asyncio.wait_for(ended.wait(), 60)
+
+        monkeypatch.setattr(pool, "_make_room", make_room)
+        try:
+            with pytest.raises(Refusal, match="process has ended"):
+                await pool.use("a", lambda waited: waited)
+            assert pool.entries["a"].state == "failed"
+            assert pool.entries["a"].engine is None
+        finally:
+            pool.kill()
+
+    asyncio.run(load())
 
 
 def test_a_signal_lets_requests_finish_and_ends_all_processes(folder):

@@ -29,6 +29,7 @@ START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from billfish.serving.models.engine_process import main; main()"
 )
+ENDED = "its process has ended"
 END_SECONDS = 10.0  # for a process to end that nobody needs any more
 
 
@@ -40,11 +41,12 @@ class EngineProcess:
     """The process, for its parent. It is the loop's alone.
 
     send: gives the engine a message. receive: gets those that come. lost: called when the process has ended unasked.
+    ended: whether it has.
     """
 
     def __init__(self, start: messages.StartEngine, lost: Callable[[], object]) -> None:
         self.receive: Callable[[messages.ToFront], object] = lambda message: None
-        self._lost, self._stopping = lost, False
+        self._lost, self._stopping, self.ended = lost, False, False
         self._ready = asyncio.get_running_loop().create_future()
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-I", "-c", START, json.dumps(sys.path), str(theirs.fileno())]
@@ -92,8 +94,9 @@ class EngineProcess:
 
     def _ended(self) -> None:
         if not self._ready.done():
-            self._ready.set_exception(LoadFailed("its process has ended"))
+            self._ready.set_exception(LoadFailed(ENDED))
         if not self._stopping:
+            self.ended = True
             self._process.kill()  # it may not know yet that nobody listens
             self._process.wait()
             self._lost()

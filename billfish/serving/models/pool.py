@@ -26,7 +26,7 @@ from billfish.serving.ipc import messages
 from billfish.serving.ipc.client import EngineClient, EngineGone, ServerClient
 from billfish.serving.ipc.session import ServerState, StateSession
 from billfish.serving.models.catalog import Named, bytes_needed, in_words
-from billfish.serving.models.engine_process import EngineProcess, LoadFailed
+from billfish.serving.models.engine_process import ENDED, EngineProcess, LoadFailed
 from billfish.serving.models.entry import Entry
 from billfish.serving.models.metrics import pool_metrics_text
 
@@ -205,6 +205,8 @@ class ModelPool(Models):
             ready = await engine.ready()
             entry.size = ready.nbytes + ready.cache_bytes
             await self._make_room(entry, entry.size)
+            if engine.ended:  # while room was made: `_lose` leaves that to the load
+                raise LoadFailed(ENDED)
         except BaseException:
             entry.engine = None
             await engine.stop()
