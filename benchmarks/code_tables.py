@@ -221,17 +221,22 @@ def server_limits() -> str:
         ["entries of `logit_bias`", f"{settings.MOST_BIASES:,}", "400"],
         ["CPU time of a chat template", f"{chat_template_process.SECONDS} s", "400"],
         *([f"JSON schema: {what}", f"{most:,}", "400"] for what, most in grammar.LIMITS.items()),
+        ["grammar: characters", f"{grammar.LIMITS[grammar.CHARACTERS]:,}", "400"],
         [
-            "JSON schema: time to compile",
+            "JSON schema or grammar: time to compile",
             f"{grammar_process.CPU_SECONDS} s of a CPU, {grammar_process.WALL_SECONDS} s",
             "400",
         ],
         [
-            "JSON schema: memory, stack",
+            "JSON schema or grammar: memory, stack",
             f"{grammar_process.MEMORY_BYTES // mib} MiB, {grammar_process.STACK_BYTES // mib} MiB",
             "400",
         ],
-        ["JSON schemas that wait", f"{grammar_compiler.QUEUE}, for {grammar_compiler.QUEUE_SECONDS:g} s", "429"],
+        [
+            "JSON schemas and grammars that wait",
+            f"{grammar_compiler.QUEUE}, for {grammar_compiler.QUEUE_SECONDS:g} s",
+            "429",
+        ],
         [
             "grammar: states of the lexer",
             f"{grammar_process.LEXER_STATES:,}",

@@ -44,8 +44,8 @@ class GrammarLimitError(DataError):
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must be, for any model. `schema` is a JSON schema, as a text, or a grammar of llguidance that
-    begins with `LARK`."""
+    """What an answer must be, for any model. `schema` is a JSON schema, as a text; or a grammar of llguidance, which
+    begins with `LARK`; or one that a client wrote, behind grammar_process.TEXT."""
 
     schema: str
 
@@ -66,18 +66,11 @@ def json_schema(schema: Mapping[str, Any]) -> Grammar:
 
 
 def text_grammar(text: str) -> Grammar:
-    """A grammar in llama.cpp's GBNF, or in llguidance's Lark. Raises DataError for one that exceeds LIMITS, or is no
-    GBNF. Whether it can be used is known when it is compiled."""
+    """A grammar in llama.cpp's GBNF, or in llguidance's Lark. Raises DataError for one that exceeds LIMITS. Whether it
+    can be read and used is known when it is compiled: converting GBNF takes quadratic time."""
     if len(text) > LIMITS[CHARACTERS]:
         raise DataError(failure(CALL, f"the grammar has {len(text)} characters, more than {LIMITS[CHARACTERS]}"))
-    from llguidance.gbnf_to_lark import any_to_lark  # here: it is an extra
-
-    try:
-        lark = any_to_lark(text)
-    except Exception as error:  # it has no class for all that it raises
-        problem = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise DataError(failure(CALL, f"the grammar cannot be read: {problem}")) from None
-    return Grammar(lark if lark.startswith(LARK) else f"{LARK}\n{lark}")
+    return Grammar(grammar_process.TEXT + text)
 
 
 def read_response_format(call: str, given: object) -> Grammar | None:

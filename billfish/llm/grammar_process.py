@@ -1,12 +1,12 @@
-"""The process that tries JSON schemas. :mod:`billfish.serving.engine.grammar_compiler` starts it as a script.
+"""The process that tries JSON schemas and grammars. :mod:`billfish.serving.engine.grammar_compiler` runs this script.
 
 A schema comes from a stranger, and llguidance may recurse without end or take exponential time and memory for it. So
-this process compiles it first. It holds the vocabulary and forks for each schema. The system ends a fork that takes
-more than the limits below, and nothing else is lost.
+this process compiles it first. It also converts GBNF to Lark, which takes quadratic time. It holds the vocabulary and
+forks for each schema. The system ends a fork that takes more than the limits below, and nothing else is lost.
 
 Standard input is a Unix socket. Each message on it carries another socket, with JSON to read up to its end and
-JSON to answer. The first is the vocabulary. Each further one is a schema; the answer is {} or {"error": ...}. A fork
-that was ended closes its socket without an answer.
+JSON to answer. The first is the vocabulary. Each further one is a schema; the answer is {} or {"error": ...}, or
+{"lark": ...} for a text that was converted. A fork that was ended closes its socket without an answer.
 
 Only the standard library and llguidance are imported, so that the process is small and has one thread.
 """
@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -31,7 +32,10 @@ STACK_BYTES = 4 * 2**20  # much less than the threads of the server have, which 
 LEXER_STATES, STEP_ITEMS, STEP_FUEL = 50_000, 50_000, 100_000
 TRIED_TOKENS = 8  # of an answer: what exceeds these limits often does so soon
 ERROR_LENGTH = 500
-LARK = "%llguidance {}"  # what a grammar begins with that is no JSON schema
+LARK = "%llguidance {}"  # what a grammar in Lark begins with
+TEXT = "%text\n"  # what precedes a grammar that a client wrote, in GBNF or in Lark
+# As llguidance tells Lark from GBNF, but in linear time: its own pattern is quadratic in empty lines.
+IS_LARK = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|start\s*:)")
 # Bounded white space: small models would otherwise write it for ever. Unknown keywords are errors, and "x-guidance" in
 # a schema cannot change that.
 OPTIONS = {"whitespace_pattern": r"[ \t\n]{0,16}", "lenient": False, "coerce_one_of": False}
@@ -41,6 +45,7 @@ def main(folders: list[str]) -> None:
     """Fork for each schema until the other end is closed. `folders` are where llguidance is."""
     sys.path += folders  # last, so that they shadow nothing
     import llguidance
+    import llguidance.gbnf_to_lark  # here, that no fork need import it
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes forks that have ended
     control = socket.socket(fileno=0)
@@ -71,15 +76,33 @@ def read(connection: socket.socket) -> bytes:
 def tried(library: Any, tokenizer: Any, connection: socket.socket) -> dict[str, str]:
     """The answer for a schema."""
     try:
-        go_on(build(library, tokenizer, read(connection).decode()))
+        given = read(connection).decode()
+        schema = converted(given)
+        go_on(build(library, tokenizer, schema))
     except BaseException as error:  # a panic inside llguidance is no Exception
         return {"error": str(error)[:ERROR_LENGTH]}
-    return {}
+    return {"lark": schema} if given.startswith(TEXT) else {}
+
+
+def converted(schema: str) -> str:
+    """Lark instead of a text behind `TEXT`; anything else as it is. Raises ValueError for a text that is no GBNF."""
+    if not schema.startswith(TEXT):
+        return schema
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    text = schema[len(TEXT) :]
+    try:
+        lark = text if IS_LARK.search(text) else gbnf_to_lark(text)
+    except Exception as error:  # it has no class for all that it raises
+        problem = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ValueError(f"the grammar cannot be read: {problem}") from None
+    return lark if lark.startswith(LARK) else f"{LARK}\n{lark}"
 
 
 def build(library: Any, tokenizer: Any, schema: str) -> Any:
     """An LLMatcher for a schema or a grammar, with its first mask computed. Raises ValueError for what cannot be
     used."""
+    schema = converted(schema)
     if schema.startswith(LARK):
         source = library.LLMatcher.grammar_from_lark(schema)
     else:

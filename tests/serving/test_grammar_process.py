@@ -16,13 +16,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from llguidance import gbnf_to_lark
 from llm_models import Small, write_model
 from serving_http import process, until
-from serving_support import compiled, small_model
+from serving_support import PATIENCE, compiled, small_model
 
 import billfish as bf
-from billfish.llm import grammar
-from billfish.llm.grammar import json_schema
+from billfish.llm import grammar, grammar_process
+from billfish.llm.grammar import CHARACTERS, json_schema, text_grammar
 from billfish.serving.engine import grammar_compiler
 from billfish.serving.engine.engine import Engine
 from billfish.serving.engine.requests import QueueFull, ServerClosing
@@ -66,6 +67,8 @@ BOMB: Schema = {"allOf": [patterns(10), patterns(10, 10), patterns(10, 20)]}
 DEEP = nested(2000)
 # Each of them may come next: too many for llguidance once the object has begun.
 OPTIONAL: Schema = {"type": "object", "properties": {f"n{i}": {} for i in range(1500)}, "additionalProperties": False}
+# Rules that refer to the next one: converting them from GBNF takes quadratic time. Short enough for LIMITS.
+GRAMMAR_BOMB = "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(3500)) + 'r3500 ::= "a"\n'
 TOO_LARGE = {
     "chain of arrays": (chain(1500, array), "different $refs"),
     "chain of objects": (chain(1000, an_object), "different $refs"),
@@ -144,6 +147,38 @@ def test_what_the_limits_of_size_let_through_ends_a_fork_alone(engine, monkeypat
     assert helper(engine) == before
 
 
+def test_a_grammar_is_converted_in_the_process_alone(engine, monkeypatch):
+    """Converting takes quadratic time, in Python: here it would delay every request."""
+    for name in ("any_to_lark", "gbnf_to_lark"):
+        monkeypatch.setattr(gbnf_to_lark, name, lambda text: pytest.fail("converted in the server"))
+    for _ in range(2):
+        engine.compile(text_grammar('root ::= "a" word+\nword ::= "b" | "c"\n')).result(PATIENCE)
+    with pytest.raises(bf.DataError, match=r"cannot be read.*'other' not found"):
+        engine.compile(text_grammar("root ::= other")).result(PATIENCE)
+    before = helper(engine)
+    assert len(GRAMMAR_BOMB) < grammar.LIMITS[CHARACTERS]
+    with pytest.raises(bf.DataError, match="2 s, 64 MiB of memory or 4 MiB of stack"):
+        engine.compile(text_grammar(GRAMMAR_BOMB)).result(PATIENCE)
+    compiled(engine, {"type": "integer"})
+    assert helper(engine) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "lark"),
+    [
+        ('start: "a"', True),
+        ('\n \t start\n : "a"', True),
+        ('%llguidance {}\nstart: "a"', True),
+        ('root ::= "a"\n\n', False),
+        ('root ::= "start:"', False),
+        ('restart: "a"', False),
+        ('root ::= "a"\n  \r\n\n %llguidance', True),
+    ],
+)
+def test_lark_is_told_from_gbnf_as_llguidance_does(text, lark):
+    assert bool(grammar_process.IS_LARK.search(text)) == gbnf_to_lark.is_lark_syntax(text) == lark
+
+
 def test_a_process_that_ended_is_replaced(engine):
     compiled(engine, {"type": "null", "title": "before"})
     before = helper(engine)
@@ -176,7 +211,7 @@ def test_requests_do_not_share_what_a_lexer_has_learnt(engine):
 
 def test_schemas_wait_for_a_bounded_time(tmp_path, monkeypatch):
     monkeypatch.setattr(grammar_compiler, "QUEUE_SECONDS", 0.1)
-    monkeypatch.setattr(grammar_compiler.GrammarProcess, "try_schema", lambda self, schema: time.sleep(0.5) or "")
+    monkeypatch.setattr(grammar_compiler.GrammarProcess, "try_schema", lambda self, schema: time.sleep(0.5) or {})
     with Engine(small_model(tmp_path), streams=1) as engine:
         busy = [engine.compile(json_schema({"const": i})) for i in range(grammar_compiler.THREADS)]
         until(lambda: all(each.running() for each in busy))
@@ -208,9 +243,9 @@ def test_an_engine_that_closes_waits_for_no_schema(tmp_path):
 # ---- a server -----------------------------------------------------------------------------------------------------
 
 
-def post(url: str, schema: Schema | None = None) -> http.client.HTTPConnection:
+def post(url: str, schema: Schema | None = None, **more: Any) -> http.client.HTTPConnection:
     """Send a chat and do not wait."""
-    body: Schema = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 5}
+    body: Schema = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 5, **more}
     if schema is not None:
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
@@ -248,6 +283,9 @@ def test_a_server_survives_every_schema(server):
             assert status == 400, found
             assert why in found["error"]["message"]
             assert found["error"]["param"] == "response_format.json_schema.schema"
+    status, found = answer(post(server[1], grammar=GRAMMAR_BOMB))
+    assert (status, found["error"]["param"]) == (400, "grammar")
+    assert "MiB of stack" in found["error"]["message"]
     assert answer(post(server[1]))[0] == 200
 
 

@@ -1,4 +1,4 @@
-"""Compiles JSON schemas of strangers: first in a process with limits, then in a thread of the server."""
+"""Compiles JSON schemas and grammars of strangers: first in a process with limits, then in a thread of the server."""
 
 from __future__ import annotations
 
@@ -99,11 +99,13 @@ class GrammarCompiler:
         digest = hashlib.sha256(schema.encode()).digest()
         with self._lock:
             known = digest in self._tried
-        if not known and sys.platform != "win32":  # which has no fork: check_schema alone guards it
-            error = self._process.try_schema(schema)
+        if not known and sys.platform != "win32":  # which has no fork: the limits of size alone guard it
+            answer = self._process.try_schema(schema)
             self._check_open()  # closing ends the process
-            if error:
-                raise DataError(failure(CALL, f"llguidance cannot compile the schema: {error}"))
+            if "error" in answer:
+                raise DataError(failure(CALL, f"llguidance cannot compile the schema: {answer['error']}"))
+            if "lark" in answer:  # not remembered, so that the next one is converted in the process as well
+                return compile_grammar(Grammar(answer["lark"]), self._vocabulary)
         compiled = compile_grammar(grammar, self._vocabulary)
         with self._lock:
             self._tried[digest] = None
@@ -127,15 +129,14 @@ class GrammarProcess:
         self._control: socket.socket | None = None
         self._closing = False
 
-    def try_schema(self, schema: str) -> str:
-        """Compile a schema in a fork of the process. Returns what is wrong with it, or "". Waits a bounded time."""
+    def try_schema(self, schema: str) -> dict[str, str]:
+        """Compile a schema in a fork of the process. Returns {} if it can be used, {"lark": ...} for a grammar that was
+        converted, or {"error": what is wrong}. Waits a bounded time."""
         answer = self._ask(schema.encode())
-        if answer is None:
-            return (
-                f"it needs more than {CPU_SECONDS} s, {MEMORY_BYTES >> 20} MiB of memory "
-                f"or {STACK_BYTES >> 20} MiB of stack"
-            )
-        return str(answer["error"]) if "error" in answer else ""
+        if answer is not None:
+            return answer
+        memory, stack = f"{MEMORY_BYTES >> 20} MiB of memory", f"{STACK_BYTES >> 20} MiB of stack"
+        return {"error": f"it needs more than {CPU_SECONDS} s, {memory} or {stack}"}
 
     def close(self) -> None:
         """End the process and its forks."""

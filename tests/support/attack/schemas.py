@@ -1,4 +1,4 @@
-"""JSON schemas that are meant to hurt: deep, wide, exponential, endless, or simply odd."""
+"""JSON schemas and grammars that are meant to hurt: deep, wide, exponential, endless, or simply odd."""
 
 from __future__ import annotations
 
@@ -117,6 +117,26 @@ def bomb(rng: random.Random) -> Schema:
         made = odd_json(random_schema(rng), rng)
         return made if isinstance(made, dict) else {"anyOf": [made]}
     return rng.choice(FAMILIES)(rng)
+
+
+def grammar_bomb(rng: random.Random) -> str:
+    """GBNF that takes long to convert or to compile, or that cannot be read."""
+    count = rng.choice([10, 3000, 60_000])
+    rules = "".join(f"r{i} ::= r{i + 1}\n" for i in range(min(count, 3500)))
+    return rng.choice(
+        [
+            'root ::= "a"' + "\n" * count,
+            "#" * count + '\nroot ::= "a"',
+            f'root ::= r0\n{rules}r{min(count, 3500)} ::= "a"',
+            f"root ::= r0\n{rules}",
+            "root ::= " + "(" * count + '"a"' + ")" * count,
+            "root ::= " + '"a" ' * (count // 4),
+            f'root ::= "a"{{{count}}}',
+            f'root ::= ("a" | "ab"{{0,{count}}}){{{count}}}',
+            "start" + "\n" * count,
+            'root ::= "a" root | root "b" |',
+        ]
+    )
 
 
 def tool(rng: random.Random) -> dict[str, Any]:

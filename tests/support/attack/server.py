@@ -48,7 +48,7 @@ from llm_models import Small, write_model  # noqa: E402
 from attack.cases import ODD_VALUES, odd_json  # noqa: E402
 from attack.mutated_files import changed  # noqa: E402
 from attack.rounds import Rounds  # noqa: E402
-from attack.schemas import bomb, tool  # noqa: E402
+from attack.schemas import bomb, grammar_bomb, tool  # noqa: E402
 
 SECONDS = 5.0  # for the answer to a whole request
 SCHEMA_SECONDS = 20.0  # for one with a schema, which may wait for others to be compiled
@@ -325,9 +325,12 @@ async def vanishes(server: Attacked, rng: random.Random) -> int:
 
 
 async def bombs(server: Attacked, rng: random.Random) -> int:
-    """A schema, or tools, that should be refused or harmless."""
+    """A schema, a grammar or tools that should be refused or harmless."""
     chat: dict[str, Any] = BODIES["/v1/chat/completions"] | {"max_tokens": 4}
-    if rng.random() < 0.7:
+    kind = rng.random()
+    if kind < 0.15:
+        chat["grammar"] = grammar_bomb(rng)
+    elif kind < 0.7:
         named = {"name": "a", "strict": True, "schema": bomb(rng)}
         chat["response_format"] = {"type": "json_schema", "json_schema": named}
     else:
