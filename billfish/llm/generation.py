@@ -46,6 +46,7 @@ class Generation(Iterator[str]):
     drafts: how many tokens were drafted, and how many of these were right.
     decoder, tokenizer, prompt, max_tokens, sampling, activations, cache, stop, grammar, drafter: what
     :meth:`Model.generate` makes of its arguments.
+    shown: ids of control tokens whose names belong to the text.
 
         >>> answer = bf.llm.load("model.gguf").generate([5, 6], max_tokens=3)
         >>> len(answer.tokens), answer.finish_reason
