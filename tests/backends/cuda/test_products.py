@@ -268,7 +268,7 @@ def test_pages_are_what_the_kernels_take_them_for():
 
 
 def test_a_launch_takes_what_the_kernel_takes():
-    known = {"gemm_small": "mpppppiiii", "gemm_large": "mpppppiiii", "pack": "pppii", "normalize": "ppppppfff"}
+    known = {"gemm_small": "mpppppiiii", "gemm_large": "mpppppiiii", "pack": "pppii", "normalize": "pppppppfff"}
     known |= {"embed": "pppppppppiiif", "rotate": "pppiiipppppppfffiiiiiii", "attend": "pppppiiiiiif"}
     known |= {"choose": "pippp", "head_scales": "pppiiiif", "cap": "pif", "layer_inputs": "pppppppiiifff"}
     known |= {"gate": "pppiii", "reorder": "pppi", "adjust": "pipp", "log_probabilities": "pippp"}
