@@ -14,6 +14,7 @@ from serving_support import alone, ask, compiled, random_sampling, random_tokens
 
 import billfish as bf
 from billfish.llm.drafting.drafter import MOST_DRAFTED, Controller, Drafter
+from billfish.llm.kv_cache import NoRoom
 from billfish.llm.sampler import Sampling
 from billfish.serving.engine.engine import Engine
 from billfish.serving.engine.requests import Request
@@ -185,6 +186,29 @@ def test_preempted_requests_are_drafted_again(tmp_path, always, monkeypatch):
         counts = engine.counts()
     assert counts.preemptions > 0
     assert counts.accepted_tokens > counts.generated_tokens / 2
+
+
+def test_a_drafter_without_room_is_switched_off_and_others_draft_on(model, always, monkeypatch):
+    """The caches of a draft model have memory of their own."""
+    requests = [Request([10 * i + 5] * 9, 40, Sampling(logit_bias={1: -100.0})) for i in range(3)]
+    tried = []
+
+    class Full(Oracle):
+        def draft(self, sequence, most):
+            if sequence[0] == requests[1].prompt[0]:
+                tried.append(len(sequence))
+                raise NoRoom("The KV cache is full.")
+            return super().draft(sequence, most)
+
+    with engine_that_knows(model, requests, monkeypatch, streams=3) as engine:
+        texts = engine._make_drafter()._texts
+        monkeypatch.setattr("billfish.llm.model.NgramDrafter", lambda: Full(texts))
+        with engine._changed:
+            answers = [submit(engine, request) for request in requests]
+        for request, answer in zip(requests, answers, strict=True):
+            assert answer.wait().ids == alone(model, request, **EXACT)[1]
+    assert [answer.ticket.drafts.accepted > 20 for answer in answers] == [True, False, True]
+    assert len(set(tried)) == 1  # in one step, and in no later one
 
 
 def test_who_goes_within_a_draft_is_gone(model, always, monkeypatch):

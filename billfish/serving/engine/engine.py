@@ -342,10 +342,18 @@ class Engine:
         if not asked:
             return {}
         given: list[Any] = [(job.drafter, job.text, length) for job, length in asked]
-        drafted = list[list[int]]()
-        with suppress(NoRoom):  # of a draft model's caches
-            drafted = type(given[0][0]).draft_together(given)
-        return {job: draft for (job, _), draft in zip(asked, drafted, strict=False) if draft}
+        together = type(given[0][0]).draft_together
+        try:
+            drafted = together(given)
+        except NoRoom:  # of a draft model's caches: each alone, and who has none is not drafted for any more
+            drafted = []
+            for (job, _), one in zip(asked, given, strict=True):
+                try:
+                    drafted += together([one])
+                except NoRoom:
+                    drafted.append([])
+                    job.drafter = None
+        return {job: draft for (job, _), draft in zip(asked, drafted, strict=True) if draft}
 
     def _plan(self, drafts: dict[Answer, list[int]]) -> tuple[list[Job], dict[Job, int], dict[Answer, list[int]]]:
         """All that runs, how many tokens each job is fed in this step, and what was drafted behind them. There is
