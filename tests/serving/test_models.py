@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import llm_architectures
@@ -25,6 +26,8 @@ from billfish.core.errors import DataError
 from billfish.llm.text_model import TextModel
 from billfish.serving.api.request_bodies import Refusal
 from billfish.serving.engine.engine_settings import EngineSettings
+from billfish.serving.ipc.client import ServerClient
+from billfish.serving.models import pool as pool_module
 from billfish.serving.models.catalog import bytes_needed, catalog_of, memory_of, models_in
 from billfish.serving.models.pool import ModelPool
 
@@ -315,6 +318,21 @@ def test_an_engine_that_ends_while_its_load_waits_for_room_is_not_loaded(folder,
             pool.kill()
 
     asyncio.run(load())
+
+
+def test_an_engine_that_does_not_answer_holds_up_no_health(folder, monkeypatch):
+    """It is busy, not ill."""
+    monkeypatch.setattr(pool_module, "TELL_SECONDS", 0.01)
+
+    async def health() -> object:
+        pool = ModelPool(catalog_of([folder / "a.gguf"], [], []), EngineSettings(), 10**9, on_gpu=False)
+        pool.entries["a"].service = SimpleNamespace(client=ServerClient())  # connected with nothing
+        try:
+            return await asyncio.wait_for(pool.health(), 20)
+        finally:
+            pool.kill()
+
+    assert asyncio.run(health()) == {"status": "ok", "models": {"a": "loaded"}}
 
 
 def test_a_signal_lets_requests_finish_and_ends_all_processes(folder):

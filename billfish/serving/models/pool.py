@@ -32,7 +32,7 @@ from billfish.serving.models.metrics import pool_metrics_text
 
 LOG = logging.getLogger("billfish.serving")
 ROOM_SECONDS = 300.0  # a load waits so long for the running requests of a model that must make room
-METRICS_SECONDS = 5.0  # the counts of an engine that does not tell them are left out
+TELL_SECONDS = 5.0  # the state and the counts of an engine that does not tell them are left out
 RETRY_SECONDS = 10.0  # a model that could not be loaded is not tried again for so long
 CLOSING = "The server is shutting down. Retry later."
 
@@ -343,12 +343,13 @@ class ModelPool(Models):
 
     async def metrics(self) -> bytes:
         """Those of each engine have its model's name."""
-        texts = await self._each(lambda client: asyncio.wait_for(client.metrics(), METRICS_SECONDS))
+        texts = await self._each(lambda client: client.metrics())
         return await self.read(pool_metrics_text, self.state, texts, list(self.entries.values()))
 
     async def _each(self, ask: Callable[[ServerClient], Awaitable[Any]]) -> dict[str, Any]:
-        """What loaded engines say, as far as they do, by their names."""
+        """What loaded engines say, as far as they do in time, by their names."""
         loaded = [(name, entry.service.client) for name, entry in self.entries.items() if entry.service is not None]
-        found = await asyncio.gather(*(ask(client) for _, client in loaded), return_exceptions=True)
+        asked = (asyncio.wait_for(ask(client), TELL_SECONDS) for _, client in loaded)
+        found = await asyncio.gather(*asked, return_exceptions=True)
         pairs = zip((name for name, _ in loaded), found, strict=True)
         return {name: said for name, said in pairs if not isinstance(said, BaseException)}
