@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,18 @@ class Quantizer:
     def report(self, name: Callable[[str], str]) -> list[str]:
         """Return one line for each reason why matrices had to stay. name: what the file calls a tensor."""
         return by_reason([Remark(name(remark.name), remark.reason) for remark in self.left])
+
+    def saves(self, checkpoint: Checkpoint) -> int:
+        """By how many bytes the weights of a model get smaller. checkpoint: its tensors by GGUF's names."""
+        saved = 0.0
+        for about in map(checkpoint.describe, checkpoint):
+            choice = self._how.choice(about.name, about.name, about.shape)
+            if choice is None or about.format is not None or about.shape[-1] % choice[0].block_size:
+                continue
+            format, group_size = choice
+            bits = format.bits_per_weight(format.check_group_size(CALL, group_size, about.shape[-1]))
+            saved += about.nbytes - math.prod(about.shape) * bits / 8
+        return int(saved)
 
     def __call__(self, name: str, tensor: Tensor | ExpertTensor) -> Tensor | ExpertTensor:
         """A tensor of the model, by its name in GGUF."""

@@ -22,6 +22,7 @@ from llm_models import Small, write_model
 from peft_adapters import ALL, write_adapter
 from serving_http import events, process, send, serving, until
 
+import billfish as bf
 from billfish.core.errors import DataError
 from billfish.llm.text_model import TextModel
 from billfish.serving.api.request_bodies import Refusal
@@ -200,6 +201,23 @@ def test_what_a_model_takes_is_estimated(folder, server):
     assert complete(url, "a")[0] == 200
     took = metric(url, r'model_bytes\{model="a"\}')
     assert 0.7 < size(folder) / took < 1.3
+
+
+@pytest.mark.parametrize("quantize", ["q4_0", "fp4:64", "Q4_K_M"])
+def test_float_weights_count_as_what_they_are_quantized_to(tmp_path, quantize):
+    """As a file does that was quantized before; what stays as it is counts in full."""
+    sizes = Small(layers=3, hidden=256, feed_forward=512, context=64, quantization="F16")
+    write_model(tmp_path / "float.gguf", sizes)
+    to = tmp_path / "quantized.gguf" if quantize != "fp4:64" else tmp_path / "quantized"
+    format, _, group = quantize.partition(":")
+    bf.quantize_checkpoint(tmp_path / "float.gguf", to, format, group_size=int(group) if group else None)
+    needed = {}
+    for path, given in ((tmp_path / "float.gguf", quantize), (tmp_path / "float.gguf", None), (to, None)):
+        settings = EngineSettings(context=64, streams=1, quantize=given)
+        needed[path, given] = bytes_needed(TextModel.open(path), settings, on_gpu=False)
+    float_file, quantized = needed[tmp_path / "float.gguf", None], needed[to, None]
+    assert quantized < 0.6 * float_file
+    assert needed[tmp_path / "float.gguf", quantize] == pytest.approx(quantized, rel=0.02)
 
 
 def test_the_least_recently_used_model_makes_room(folder):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from billfish.checkpoints.hub import NO_MODEL, SPLIT
 from billfish.core.errors import DataError, bad_argument, failure, readable
+from billfish.llm.quantize_on_load import Quantizer
 from billfish.llm.text_model import TextModel
 from billfish.models.description import Attention
 from billfish.serving.engine.engine_settings import EngineSettings
@@ -89,7 +90,8 @@ def in_words(nbytes: int) -> str:
 
 
 def bytes_needed(model: TextModel, settings: EngineSettings, *, on_gpu: bool) -> int:
-    """About what a model takes: its files, and the KV cache of all streams. What it took is known when it is loaded."""
+    """About what a model takes: its files, with float weights as they are quantized to, and the KV cache of all
+    streams. What it took is known when it is loaded."""
     context = settings.context or model.config.context
     per_number = {"float32": 4.0, "float16": 2.0, "int8": 1.125}.get(settings.cache_type or "", 2.0 if on_gpu else 4.0)
     numbers = sum(
@@ -100,4 +102,7 @@ def bytes_needed(model: TextModel, settings: EngineSettings, *, on_gpu: bool) ->
     sequences = (
         settings.streams if settings.cache_tokens is None else min(settings.streams, settings.cache_tokens / context)
     )
-    return sum(file.size for file in model.source.tensors.files) + int(numbers * sequences * per_number)
+    weights = sum(file.size for file in model.source.tensors.files)
+    if settings.quantize is not None:
+        weights -= Quantizer(settings.quantize, model.path).saves(model.source.tensors)
+    return weights + int(numbers * sequences * per_number)

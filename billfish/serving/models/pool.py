@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from billfish.core.errors import BillfishError, explained, readable
@@ -196,7 +197,8 @@ class ModelPool(Models):
         model = await self.read(TextModel.open, named.path)
         model.adapters = {name: number for number, name in enumerate(named.adapters)}
         settings = self._settings_for(model)
-        await self._make_room(entry, entry.size or bytes_needed(model, settings, on_gpu=self._on_gpu))
+        estimate = partial(bytes_needed, model, settings, on_gpu=self._on_gpu)
+        await self._make_room(entry, entry.size or await self.read(estimate))
         engine = EngineProcess(
             messages.StartEngine(str(named.path), named.adapters, settings), lambda: self._lose(entry, engine)
         )
