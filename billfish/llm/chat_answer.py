@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any, cast
 
 from billfish.core.errors import DataError, bad_argument
@@ -11,6 +12,7 @@ from billfish.llm.chat_template import Message
 from billfish.llm.conversation.answer_grammar import Function, Mode
 from billfish.llm.conversation.chat import EFFORTS, Conversation, ToolChoice, Turn, call_of
 from billfish.llm.conversation.choice import Choice, deltas_of, message_of
+from billfish.llm.conversation.events import Call
 from billfish.llm.conversation.reader import Reader
 from billfish.llm.detokenizer import Piece
 from billfish.llm.generation import Generation, in_thread
@@ -115,8 +117,11 @@ def conversation_of(
     variables: Mapping[str, Any] | None,
 ) -> Conversation:
     """A conversation in OpenAI's words. Raises DataError for anything else."""
-    if isinstance(messages, (str, Mapping)) or not all(isinstance(message, Mapping) for message in messages):
-        raise DataError(bad_argument(CALL, "messages", repr(messages), "a list of dicts with role and content"))
+    a_message = "dict with role and content"
+    for index, message in enumerate(_list("messages", messages, f"a list of at least one {a_message}", least=1)):
+        _check(f"messages[{index}]", message, Mapping, f"a {a_message}")
+    _list("tools", tools, "a list of functions; [] for none")
+    _check("chat_template_kwargs", variables, (Mapping, NoneType), "a dict of variables, or None")
     if effort is not None and effort not in EFFORT_NAMES:
         raise DataError(bad_argument(CALL, "reasoning_effort", repr(effort), ", ".join(EFFORT_NAMES)))
     return Conversation(
@@ -131,28 +136,68 @@ def conversation_of(
 
 
 def _turn(place: str, message: Message) -> Turn:
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
     if role not in ROLES:
         raise DataError(bad_argument(CALL, f"{place}.role", repr(role), ", ".join(ROLES)))
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "".join(str(part.get("text", "")) for part in content)
-    calls = [
-        call_of(f"{place}.tool_calls", call.get("id"), call["function"]["name"], call["function"].get("arguments"))
-        for call in message.get("tool_calls") or ()
-    ]
-    thought = message.get("reasoning_content") or message.get("reasoning") or ""
-    result_of = str(message.get("tool_call_id", "call00000")) if role == "tool" else None
-    name = message.get("name")
-    return Turn("system" if role == "developer" else str(role), content or "", thought, tuple(calls), result_of, name)
+    for name in ("name", "reasoning_content", "reasoning", *(["tool_call_id"] if role == "tool" else ())):
+        _check(f"{place}.{name}", message.get(name), (str, NoneType), "a string")
+    text, thought = _said(f"{place}.content", message.get("content"), role == "assistant")
+    given = _list(f"{place}.tool_calls", message.get("tool_calls") or (), "a list of calls")
+    calls = [_call(f"{place}.tool_calls[{index}]", call) for index, call in enumerate(given)]
+    thought = message.get("reasoning_content") or message.get("reasoning") or thought
+    result_of = message.get("tool_call_id") or "call00000" if role == "tool" else None
+    return Turn("system" if role == "developer" else role, text, thought, tuple(calls), result_of, message.get("name"))
+
+
+def _said(place: str, content: object, by_assistant: bool) -> tuple[str, str]:
+    """Text and thought of a content. An assistant that calls functions need say nothing."""
+    if isinstance(content, str) or (content is None and by_assistant):
+        return content or "", ""
+    said = {"text": "", "refusal": "", "thinking": ""}
+    expected = "{'type': 'text', 'text': ...}"
+    for index, part in enumerate(_list(place, content, f"a string, or a list of parts {expected}")):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        known = isinstance(kind, str) and kind in said and (by_assistant or kind != "thinking")
+        if not known or not isinstance(part.get(kind), str):
+            problem = bad_argument(CALL, f"{place}[{index}]", repr(part), f"a part {expected}; no images or audio")
+            raise DataError(problem)
+        said["thinking" if kind == "thinking" else "text"] += part[kind]
+    return said["text"], said["thinking"]
+
+
+def _call(place: str, call: object) -> Call:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        expected = "{'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': JSON}}"
+        raise DataError(bad_argument(CALL, place, repr(call), expected))
+    _check(f"{place}.id", call.get("id"), (str, NoneType), "a string")
+    return call_of(f"{place}.function.arguments", call.get("id"), function["name"], function.get("arguments", "{}"))
 
 
 def _function(place: str, tool: Mapping[str, Any]) -> Function:
     described = tool.get("function") if isinstance(tool, Mapping) else None
-    if not isinstance(described, Mapping) or not isinstance(described.get("name"), str):
+    if (
+        not isinstance(described, Mapping)
+        or not isinstance(described.get("name"), str)
+        or not isinstance(described.get("description"), (str, NoneType))
+        or not isinstance(described.get("parameters"), (Mapping, NoneType))
+    ):
         expected = "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': JSON schema}}"
         raise DataError(bad_argument(CALL, place, repr(tool), expected))
     strict = bool(described.get("strict", False))
     return Function(described["name"], described.get("parameters"), described.get("description"), strict)
+
+
+def _list(place: str, given: Any, expected: str, least: int = 0) -> Sequence[Any]:
+    """A list or another sequence that is no text, of at least so many. Raises DataError for anything else."""
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) < least:
+        raise DataError(bad_argument(CALL, place, repr(given), expected))
+    return given
+
+
+def _check(place: str, given: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    if not isinstance(given, kinds):
+        raise DataError(bad_argument(CALL, place, repr(given), expected))
 
 
 def _choice(given: str | Mapping[str, Any]) -> ToolChoice:

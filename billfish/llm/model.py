@@ -324,8 +324,8 @@ class Model(TextModel):
     ) -> ChatAnswer:
         """Answer a conversation, with calls of functions and thoughts apart from the text, as `billfish serve` does.
 
-        messages: as OpenAI has them, with `tool_calls` and `reasoning_content` of the assistant, and results of the
-        role "tool". `answer.message` is the next one.
+        messages: as OpenAI has them, of text without images, with `tool_calls` and `reasoning_content` of the
+        assistant, and results of the role "tool". `answer.message` is the next one.
         tools: functions that may be called, as OpenAI describes them: {"type": "function", "function": {"name": ...,
         "description": ..., "parameters": JSON schema}}. "strict": True holds arguments to the schema by a grammar.
         tool_choice: "auto", "none", "required", or {"type": "function", "function": {"name": ...}}.
@@ -335,7 +335,7 @@ class Model(TextModel):
         the model's own.
         settings: other arguments of :meth:`generate`: max_tokens, temperature, stop, logprobs, adapter, cache, ...
 
-        Raises DataError for a wrong setting and ModelError for a conversation that the model cannot take.
+        Raises DataError for a wrong message or setting and ModelError for a conversation that the model cannot take.
 
             >>> model = bf.llm.load("model.gguf")
             >>> answer = model.chat([{"role": "user", "content": "ab"}], max_tokens=4)

@@ -26,8 +26,10 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "description": "words", "parameters": PARAMETERS, "strict": True}}
     for name in ("turn", "auto")
 ]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": PARAMETERS}}
 CALL = {"id": "call00001", "type": "function", "function": {"name": "turn", "arguments": '{"on": true}'}}
+PARTS = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
 PAST = [
     {"role": "system", "content": "be short"},
     USER,
@@ -49,6 +51,7 @@ def server(tmp_path_factory):
     [
         {"messages": [USER]},
         {"messages": PAST, "tools": TOOLS},
+        {"messages": [USER, {"role": "assistant", "content": PARTS}, USER]},
         {"messages": [USER], "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
         {"messages": PAST, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "auto"}}},
         {"messages": [USER], "tools": TOOLS, "tool_choice": "none"},
@@ -140,6 +143,12 @@ def test_a_cache_and_log_probabilities_go_on(server):
     ("asked", "named"),
     [
         ({"messages": "ab"}, "messages"),
+        ({"messages": 7}, "messages is 7; expected a list of"),
+        ({"messages": []}, "messages is []"),
+        ({"messages": ["ab"]}, "messages[0] is 'ab'; expected a dict with role and content"),
+        ({"messages": [USER], "tools": None}, "tools is None; expected a list"),
+        ({"messages": [USER], "tools": TOOLS[0]}, "tools is {"),
+        ({"messages": [USER], "chat_template_kwargs": 5}, "chat_template_kwargs is 5"),
         ({"messages": [{"role": "other", "content": ""}]}, "messages[0].role"),
         ({"messages": [USER], "tools": [{"name": "turn"}]}, "tools[0]"),
         ({"messages": [USER], "tools": [TOOLS[0], TOOLS[0]]}, "same name"),
@@ -151,6 +160,28 @@ def test_a_cache_and_log_probabilities_go_on(server):
         ({"messages": [USER], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"messages": [USER], "raw": True}, "raw"),
         ({"messages": [USER], "max_token": 3}, "max_tokens"),
+        ({"messages": [USER, {"role": "user"}]}, "messages[1].content is None; expected a string, or a list of parts"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content is 5"),
+        ({"messages": [{"role": "assistant", "content": {}}]}, "messages[0].content is {}"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0] is 'x'; expected a part"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]}, "content[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}]},
+            "messages[0].content[1] is {'type': 'image_url'",
+        ),
+        ({"messages": [{**USER, "name": 5}]}, "messages[0].name is 5"),
+        ({"messages": [{**PAST[2], "reasoning_content": ["a"]}]}, "messages[0].reasoning_content is ['a']"),
+        ({"messages": [{**PAST[3], "tool_call_id": 5}]}, "messages[0].tool_call_id is 5"),
+        ({"messages": [{**PAST[2], "tool_calls": 5}]}, "messages[0].tool_calls is 5"),
+        ({"messages": [{**PAST[2], "tool_calls": ["a"]}]}, "messages[0].tool_calls[0] is 'a'"),
+        (
+            {"messages": [{**PAST[2], "tool_calls": [{"id": "a"}]}]},
+            "messages[0].tool_calls[0] is {'id': 'a'}; expected",
+        ),
+        ({"messages": [{**PAST[2], "tool_calls": [{"function": {"name": 5}}]}]}, "messages[0].tool_calls[0]"),
+        ({"messages": [{**PAST[2], "tool_calls": [{**CALL, "id": 5}]}]}, "messages[0].tool_calls[0].id is 5"),
+        ({"messages": [USER], "tools": [{"function": {"name": "a", "parameters": 5}}]}, "tools[0]"),
         (
             {"messages": [{**PAST[2], "tool_calls": [{**CALL, "function": {"name": "a", "arguments": "["}}]}]},
             "tool_calls",
