@@ -732,6 +732,7 @@ TABLES: Mapping[str, Table] = {
     ),
     "serving-h200-short": Table("serving_h200.json", waves_short),
     "soak": Table("serving_soak.json", soaked),
+    "soak-h200": Table("serving_soak_h200.json", soaked),
     "vllm-tokens": Table("vllm_tokens.json", served, "make test-vllm"),
     "vllm-xeon": Table("vllm_xeon.json", served_speed, "build/vllm/bin/python -m benchmarks.vllm_speed --json FILE"),
     # matmuls on CPUs
