@@ -134,6 +134,7 @@ def test_run_prints_one_line_of_json_and_nothing_else(capfd):
         "time_to_first_token_s",
         "drafted_tokens",
         "accepted_tokens",
+        "tokens_per_step",
         "model",
         "kernels",
     ]
