@@ -19,6 +19,7 @@ SHARED = {
     "command",
     "machine",
     "pages",
+    "promises",
     "random_model",
     "records",
     "serving_client",
