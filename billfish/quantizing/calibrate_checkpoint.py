@@ -16,7 +16,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import logging
 import math
 import os
 import shutil
@@ -55,7 +54,6 @@ from billfish.statistics.inputs import CALL, InputStatistics, Sums
 from billfish.statistics.statistics import Statistics
 from billfish.statistics.statistics_file import About, Inputs, Part, check_suffix, output_file
 
-LOG = logging.getLogger(__name__)
 TOKENS, WINDOW = 32768, 512
 DEFAULT_NAME = "the text that billfish carries"
 WRITABLE = (".safetensors", ".gguf")  # not .dat, which has no place for a layer after the other
@@ -430,7 +428,7 @@ def calibrated(
 
     text: a file, or a bool for the text that the package carries.
     sequential: how weights are quantized, and whether quantized ones are: layer by layer, with what comes before
-    quantized. Where the disk has no room for it, statistics are those of the float model.
+    quantized. An error where the disk has no room for it.
     """
     if not checkpoint.files:
         raise DataError(
@@ -441,7 +439,10 @@ def calibrated(
     calibration = Calibration.of(checkpoint.path, None if isinstance(text, bool) else text, hessian, TOKENS, None)
     path = Path(f"{os.path.abspath(out)}.partial-{suffix}.safetensors")  # a name that nobody else has
     if sequential is not None:
-        calibration = _with_room(calibration.sequential(*sequential) or calibration, calibration, path)
+        in_order = calibration.sequential(*sequential)
+        if in_order is not None:
+            _check_room(in_order, path)
+            calibration = in_order
     if not path.exists() or Statistics.load(path).run != calibration.run:
         path.unlink(missing_ok=True)
         calibration.write(path, progress)
@@ -454,19 +455,15 @@ def calibrated(
     path.unlink()
 
 
-def _with_room(wanted: Calibration, otherwise: Calibration, path: Path) -> Calibration:
-    """The calibration that is wanted if its files have room on the disk, beside what an earlier run has left there."""
+def _check_room(calibration: Calibration, path: Path) -> None:
+    """Raise unless the disk has room for a calibration's files, beside what an earlier run has left there."""
     kept = [path, *partial_path(path).rglob("*")]
     room = shutil.disk_usage(path.parent).free + sum(file.stat().st_size for file in kept if file.is_file())
-    if wanted is otherwise or wanted.disk_bytes <= room:
-        return wanted
-    LOG.warning(
-        "sequential GPTQ needs %.1f GB beside the output, and the disk has %.1f GB: quantizing all layers by the float "
-        "model's inputs instead",
-        wanted.disk_bytes / 1e9,
-        room / 1e9,
-    )
-    return otherwise
+    if calibration.disk_bytes > room:
+        problem = (
+            f"GPTQ in order needs {calibration.disk_bytes / 1e9:.1f} GB beside the output; {room / 1e9:.1f} GB are free"
+        )
+        raise DataError(failure(CALL, problem, "Make room, or pass --no-sequential (sequential=False): half as much."))
 
 
 # ---- the text ----------------------------------------------------------------------------------------------------

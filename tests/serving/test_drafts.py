@@ -259,8 +259,7 @@ def test_a_server_tells_of_drafts(tmp_path, always):
     assert plain["choices"][0]["text"] == whole["choices"][0]["text"]
     none = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
     assert {name: plain["usage"]["completion_tokens_details"][name] for name in none} == none
-    tokens = stopped["usage"]["completion_tokens"]
-    assert 0 <= stopped["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] <= tokens
+    assert stopped["choices"][0]["text"] == whole["choices"][0]["text"].split(stop)[0]
     counts = {line.split()[0]: float(line.split()[1]) for line in lines if line.startswith("billfish_")}
     assert counts["billfish_drafted_tokens_total"] >= counts["billfish_accepted_tokens_total"] > 0
     assert counts["billfish_drafts_total"] > 0

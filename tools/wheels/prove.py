@@ -6,7 +6,6 @@ checkout.
 A wheel for another machine is proved with a Python of it that runs here in an emulator, or in a root of its own. That
 Python needs no pip: this one's installs into a folder.
 
-    python -m tools.wheels.prove dist --platform win_amd64 --runner 'wine python.exe'
     python -m tools.wheels.prove dist --platform manylinux_2_28_aarch64 --runner 'qemu-aarch64 -L ROOT ROOT/bin/python3'
 """
 
