@@ -19,8 +19,6 @@ from billfish.backends.cpu.packed import PackedWeights, PlainWeights
 from billfish.backends.cpu.source import codes_of
 from billfish.core.activations import DIGITS, check_activations
 from billfish.core.errors import ModelError, failure
-from billfish.core.format import FORMATS
-from billfish.core.formats.kquants import TwoLevelMinimum, TwoLevelScaled
 from billfish.core.formats.structure import structure_of
 from billfish.core.mixture import GATES
 from billfish.core.quantized_experts import QuantizedExperts
@@ -55,7 +53,6 @@ from billfish.ops.matmul import dequantize, quantized_linear
 # Gets a layer, one of its inputs, the expert that multiplies it or -1, and the rows.
 Observe = Callable[[int, int, int, Floats], object]
 Part = tuple[int, Cache, list[int]]  # of a passage, with its number: tokens that are fed at once
-TWO_LEVELS = {name for name, format in FORMATS.items() if isinstance(format, (TwoLevelMinimum, TwoLevelScaled))}
 CACHE_TYPES: tuple[CacheType, ...] = ("float32", "float16", "int8")  # numbered as in kernel_table.h
 EXPERT_INPUT = 4  # the first LayerInput that comes expert by expert
 BATCH_BYTES = 1 << 28  # of tensors that are packed in one native call
@@ -364,36 +361,31 @@ class CpuDecoder(Decoder):
         return out
 
     def rows_alike(self, activations: Activations | None) -> int:
-        """Up to FEW_ROWS rows have the bits of a single row, with two exceptions. Formats with two levels of scales
-        have another order of additions for more than three rows with q16. In exact mode, kernels of an expert depend on
-        how many rows choose it."""
-        if activations == "exact" and self.config.has_experts:
-            return 1
-        two_levels = any(kind in TWO_LEVELS for kind in self.tensors.kinds)
-        return 3 if activations == "q16" and two_levels else int(_cpu.FEW_ROWS)
+        """Up to FEW_ROWS rows have the bits of a single row, and with integer activations any number. In exact mode,
+        kernels of an expert depend on how many rows choose it."""
+        return 1 if activations == "exact" and self.config.has_experts else int(_cpu.FEW_ROWS)
 
-    def logits_alike(self, hidden: Floats, activations: Activations | None, digits: int | None = None) -> Floats:
-        """digits: BEST_OF_16, where only the largest logit of each row matters. More than two rows then do not wait for
-        memory: it is found with 8 bits, and settled with 16."""
-        most = self.rows_alike("exact" if activations == "exact" else "q16")  # the head takes no int8 activations
-        parts = [hidden[i : i + most] for i in range(0, len(hidden), most)]
-        return np.concatenate(
-            [self.logits(p, activations) if digits is None or len(p) < 3 else self._scores(p, digits) for p in parts]
-        )
+    def logits_alike(self, hidden: Floats, activations: Activations | None) -> Floats:
+        if activations != "exact":
+            return self.logits(hidden, activations)
+        parts = [hidden[i : i + _cpu.FEW_ROWS] for i in range(0, len(hidden), _cpu.FEW_ROWS)]
+        return np.concatenate([self.logits(part, activations) for part in parts])
+
+    def _logits_for(self, samplers: Sequence[Sampler], hidden: Floats, activations: Activations | None) -> Floats:
+        """Each row with the bits that it has alone; or, where all samplers take the best token, with that token's. More
+        than two rows do not wait for memory: the best token is found with 8 bits, and settled with 16."""
+        if activations != "exact" and len(hidden) > 2 and all(sampler.takes_best for sampler in samplers):
+            return self._scores(hidden, _cpu.BEST_OF_16)
+        return self.logits_alike(hidden, activations)
 
     def choose(
         self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
     ) -> list[int]:
-        states = [rows[0] for rows in self._last_states(passages, [1] * len(samplers), activations)]
-        most, chosen = _cpu.FEW_ROWS if activations == "exact" else max(1, len(samplers)), []
-        for start in range(0, len(samplers), most):
-            together = samplers[start : start + most]
-            hidden = np.stack(states[start : start + len(together)])
-            # More than two rows do not wait for memory: the best token is found with 8 bits, and settled with 16.
-            best = activations != "exact" and len(together) > 2 and all(sampler.takes_best for sampler in together)
-            scores = self._scores(hidden, _cpu.BEST_OF_16) if best else self.logits(hidden, activations)
-            chosen += [sampler.choose(row) for sampler, row in zip(together, scores, strict=True)]
-        return chosen
+        states = self._last_states(passages, [1] * len(samplers), activations)
+        if not samplers:
+            return []
+        logits = self._logits_for(samplers, np.concatenate(states), activations)
+        return [sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True)]
 
     def verify(
         self,
@@ -404,10 +396,7 @@ class CpuDecoder(Decoder):
     ) -> list[list[Choice]]:
         fed, wanted = with_drafts(passages, drafts), [len(draft) + 1 for draft in drafts]
         hidden = np.concatenate(self._last_states(fed, wanted, activations))
-        if activations != "exact" and all(sampler.takes_best for sampler in samplers):
-            logits = self.logits_alike(hidden, activations, _cpu.BEST_OF_16)
-        else:
-            logits = self.logits_alike(hidden, activations)
+        logits = self._logits_for(samplers, hidden, activations)
         return self.accepted(fed, np.split(logits, np.cumsum(wanted)[:-1]), samplers, drafts)
 
     def _last_states(

@@ -61,7 +61,7 @@ class Engine:
     most 4096. queue: so many requests may wait for a stream. cache_tokens: that the KV caches of all streams hold
     together; None: as many as all streams can have, or on a GPU as there is memory for. Where that ends, the request
     that came last is preempted: it waits, is read again when another one has ended, and goes on.
-    activations: as in :meth:`billfish.llm.Model.generate`. With "exact", a request gets the tokens that `generate`
+    activations: as in :meth:`billfish.llm.Model.generate`. On the CPU, a request gets the tokens that `generate`
     gives it alone, whatever runs beside it.
     draft, draft_length: as in :meth:`billfish.llm.Model.generate`, for all requests that do not switch it off. Each
     answer is drafted by itself, as far as that pays.

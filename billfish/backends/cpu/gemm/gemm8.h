@@ -1,7 +1,7 @@
 // y = x W^T in integers: q8 and q16 for any number of rows of x, exact for few.
 //
 // sums8.h has the integer sums of a block, stream8.h and many8.h what is done with them: four algorithms, each a kernel of its own.
-// One row of x, one row where scales have two levels, several rows straight from the stream, and many rows from a buffer.
+// One row of x, one row of an exact product where scales have two levels, several rows straight from the stream, and many rows from a buffer.
 #pragma once
 #include "gemm/many8.h"
 

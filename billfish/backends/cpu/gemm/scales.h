@@ -22,8 +22,8 @@ template <Scales S> struct Reader {
   static constexpr int bias = S == Scales::sub ? 128 : 0;  // of a group's small integer: one byte, signed for `sub` alone
   const uint8_t* group = nullptr;  // where the scales of this span are
 
-  // Two levels: a float16 for each chunk, times the small integer of a group. With several rows of x they are multiplied here, with what
-  // is the same for the whole chunk worked out once; with one row, each level is applied to sums (few8.h).
+  // Two levels: a float16 for each chunk, times the small integer of a group. They are multiplied here, with what is the same for the
+  // whole chunk worked out once; in exact products of few rows, each level is applied to sums (stream8.h).
   struct Chunk {
     Floats d[ROW_VECTORS] = {}, m[ROW_VECTORS] = {};
     alignas(64) float d_offset[TILE_ROWS] = {}, m_offset[TILE_ROWS] = {};

@@ -17,7 +17,8 @@ template <class P> INLINED inline void ask_for_stream(const uint8_t* p) {
 
 // ---- one row of x ----------------------------------------------------------------------------------------------------
 
-// Adds blocks of a tile times row `row` of x to sums [TILE_ROWS]. With one digit, a row gets the bits that it gets beside others: see add_rows.
+// Adds blocks of a tile times row `row` of x to sums [TILE_ROWS]. With one and two digits, a row gets the bits that it gets beside others: see add_rows
+// and many8.h.
 template <class P, class Source> KERNEL void add_one_row(const Weights& w, Blocks run, const Activations8& x, int64_t row, float* sums) {
   Source source;
   typename P::Totals total;
@@ -51,7 +52,8 @@ template <class P, class Source> KERNEL void add_one_row(const Weights& w, Block
   P::store(total, sums);
 }
 
-// The same where scales have two levels: sums are multiplied by their small integers, and once for a chunk by what these have in common.
+// The same for exact products where scales have two levels: sums are multiplied by their small integers, and once for a chunk by what these have in
+// common. Rounded in another order than by whole scales, so with one and two digits it would give a row other bits than it gets beside others.
 template <class P, class Source> KERNEL void add_one_row_by_level(const Weights& w, Blocks run, const Activations8& x, int64_t row, float* sums) {
   Source source;
   typename P::Totals total, of_scales = {}, of_minimums = {};  // the latter of this chunk
@@ -147,7 +149,7 @@ void add_chunks(const Weights& w, Blocks run, const Activations8& x, int64_t row
   using Source = Reader<S>;
   const auto one_row = [&](auto digits) {
     using P = Piece<Decoder, 1, decltype(digits)::value, REACH, decltype(digits)::value != EXACT_DIGITS, 0, ROW_VECTORS>;
-    if constexpr (Source::two_levels && decltype(digits)::value != 1) add_one_row_by_level<P, Source>(w, run, x, row, sums);
+    if constexpr (Source::two_levels && decltype(digits)::value == EXACT_DIGITS) add_one_row_by_level<P, Source>(w, run, x, row, sums);
     else add_one_row<P, Source>(w, run, x, row, sums);
   };
   const auto rows = [&](auto count, auto vectors) {  // as many row vectors at a time as leave registers for their sums
