@@ -213,13 +213,18 @@ def describe(tensor: QuantizedTensor, byte_scales: bool = True) -> Description:
     byte_scales: whether scales may stay bytes.
     """
     format, unpack = tensor.format, partial(tensor.format.unpack_codes, tensor.storage)
-    return _describe(format, tensor.shape, tensor.group_size, tensor.scale_planes, unpack, byte_scales)
+
+    def codes_of(rows: NDArray[np.bool_]) -> Codes:
+        return format.unpack_codes(tensor.take_rows(np.flatnonzero(rows)).storage)
+
+    return _describe(format, tensor.shape, tensor.group_size, tensor.scale_planes, unpack, codes_of, byte_scales)
 
 
 def describe_planes(format: Format, planes: Planes, group_size: int) -> Description:
     """The same of planes. Those of a device (billfish.core.device_array) give a description whose arrays are there."""
     codes = planes["codes"]
-    return _describe(format, (codes.shape[0], codes.shape[1]), group_size, planes, lambda: codes)
+    shape = codes.shape[0], codes.shape[1]
+    return _describe(format, shape, group_size, planes, lambda: codes, lambda rows: codes[rows])
 
 
 def _describe(
@@ -228,24 +233,26 @@ def _describe(
     group_size: int,
     planes: Planes,
     unpack: Callable[[], Codes],
+    codes_of: Callable[[NDArray[np.bool_]], Codes],
     byte_scales: bool = True,
 ) -> Description:
-    """planes: all but the codes, which `unpack` gives."""
+    """planes: all but the codes, which `unpack` gives; codes_of: those of some rows."""
     k = shape[1]
     reason = why_not(format, group_size, k)
     if reason:
         raise FormatError(failure("cuda", reason))
-    with np.errstate(invalid="ignore", over="ignore"):  # scales of a file may be NaN or infinite
-        scale, zero, minimum = format.group_values(planes)
-    offset = "ZERO" if zero is not None else "MINIMUM" if minimum is not None else "NONE"
+    has_zero, has_minimum = offsets_of(format)
+    offset = "ZERO" if has_zero else "MINIMUM" if has_minimum else "NONE"
     axis = code_axis(format.element, offset != "NONE")
     assert axis is not None
     groups = GROUPS.get(group_size, 1)
-    bytewise = _byte_scales(format, planes, unpack, axis, groups) if offset == "NONE" and byte_scales else None
+    bytewise = _byte_scales(format, planes, codes_of, axis, groups) if offset == "NONE" and byte_scales else None
     if bytewise is not None:
         name, stored, row_scale, narrow = bytewise
         kind = Kind("E2M1", name, "NONE", groups, one_zero=axis.element != "E2M1", narrow=narrow)
         return Description(kind, shape, unpack, stored, None, row_scale)
+    with np.errstate(invalid="ignore", over="ignore"):  # scales of a file may be NaN or infinite
+        scale, zero, minimum = format.group_values(planes)
     added = zero if zero is not None else minimum
     if group_size not in GROUPS:  # a scale for several bricks: once for each
         index = np.arange(-(-k // BRICK)) * BRICK // group_size
@@ -256,7 +263,7 @@ def _describe(
 
 
 def _byte_scales(
-    format: Format, planes: Planes, unpack: Callable[[], Codes], axis: CodeAxis, groups: int
+    format: Format, planes: Planes, codes_of: Callable[[NDArray[np.bool_]], Codes], axis: CodeAxis, groups: int
 ) -> tuple[str, NDArray[np.uint8], Floats, bool] | None:
     """Scales that stay one byte, if this format's do and all of them are in range; and whether they are `Kind.narrow`.
 
@@ -271,14 +278,20 @@ def _byte_scales(
     if means in E8M0 and groups == 4:
         if codes.max() == 255:
             return None
-        # Groups of zeros often have the smallest scale there is. Theirs may be any.
-        empty = _empty_groups(unpack(), BRICK // groups)
-        largest = np.where(empty, 0, codes).max(axis=1, keepdims=True).astype(np.int32)
-        exponent = np.where(empty, 0, codes - largest)
+        # Groups of zeros often have the smallest scale there is. Theirs may be any. To find them takes long, so only
+        # rows are looked at whose scales differ much.
+        empty = np.zeros_like(codes, bool)
+        largest = codes.max(axis=1, keepdims=True).astype(np.int32)
+        exponent = codes - largest
+        doubtful = (exponent.min(axis=1) < -NARROW_OCTAVES) | _are_steep(exponent, empty)
+        if doubtful.any():
+            empty[doubtful] = _empty_groups(codes_of(doubtful), BRICK // groups)
+            largest = np.where(empty, 0, codes).max(axis=1, keepdims=True).astype(np.int32)
+            exponent = np.where(empty, 0, codes - largest)
         if exponent.min() < -31:
             return None
         name, dropped = "ScaleE5M2", 8
-        narrow = bool(exponent.min() >= -NARROW_OCTAVES) and not _are_steep(exponent, empty)
+        narrow = bool(exponent.min() >= -NARROW_OCTAVES) and not _are_steep(exponent, empty).any()
         scale = np.ldexp(np.float32(1), exponent + 8)
         row_scale = np.ldexp(np.float32(1), largest[:, 0] - 127 - 8)
     elif means in E4M3 and groups == 8:
@@ -296,14 +309,15 @@ def _byte_scales(
     return name, (bits >> np.uint16(dropped)).astype(np.uint8), row_scale, narrow
 
 
-def _are_steep(exponent: NDArray[np.int32], empty: NDArray[np.bool_]) -> bool:
-    """Whether in some row of powers of two [N, groups] the largest is STEEP_POWERS times the mean of the others.
+def _are_steep(exponent: NDArray[np.int32], empty: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """In which rows of powers of two [N, groups] the largest is STEEP_POWERS times the mean of the others.
 
     Empty groups do not count.
     """
     powers = np.where(empty, np.float32(0), np.ldexp(np.float32(1), exponent))
     others, count = powers.sum(axis=1) - powers.max(axis=1), np.where(empty, 0, 1).sum(axis=1) - 1
-    return bool((others * np.float32(STEEP_POWERS) < count).any())
+    steep: NDArray[np.bool_] = others * np.float32(STEEP_POWERS) < count
+    return steep
 
 
 def _empty_groups(codes: Codes, group_size: int) -> NDArray[np.bool_]:

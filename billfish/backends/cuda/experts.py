@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,9 +50,12 @@ from billfish.backends.cuda.memory import Memory, OurRoom, Room, TorchRoom, addr
 from billfish.backends.cuda.plans import GATE_COLUMNS, GATES, ExpertRouting, Gemm, gate_ctas, plan_experts
 from billfish.backends.cuda.products import DEFAULT_STREAM, can_be_read, row_stride
 from billfish.core.arrays import Input
+from billfish.core.machine import map_rows
 from billfish.core.mixture import checked_ids, checked_routing
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import QuantizedTensor
+
+Made = TypeVar("Made")
 
 GATE_ROWS = 8  # of gate, then as many of up, and so on: device.cuh's GATE
 
@@ -88,20 +91,25 @@ class DeviceExperts:
     ) -> DeviceExperts:
         """Stacks that are `alike`: each expert's matrices below each other, then their rows in this order. Some experts
         are packed at a time, so that little of the stacks is in memory twice."""
-        room, (experts, _, k) = room_for(place), stacks[0].shape
+        room, (experts, _, k), pieces = room_for(place), stacks[0].shape, _pieces(stacks)
         n = sum(stack.shape[1] for stack in stacks) if rows is None else len(rows)
-        found = _described(stacks, rows)
+        found = _described(stacks, rows, pieces)
         kind = found[0].kind
         down, along = brick_shape(n, k)
         each = down * along * kind.brick_bytes
+
+        def parts(i: int) -> tuple[Codes, dict[str, str], NDArray[np.uint8]]:
+            description = found[i]
+            codes, macros = _codes(_below_each_other(stacks, pieces[i], rows), description.shift)
+            own = range(0, description.shape[0], n)
+            whole = [_rows_of(description, first, n) for first in own] if n % COURSE else [description]
+            return codes, macros, np.concatenate([group_parts(one) for one in whole])
+
         with room.current():
             bricks, done = room.empty(experts * each), 0
-            for tensor, description in zip(_tensors(stacks, rows), found, strict=True):
-                count = tensor.shape[0] // n
-                about = BrickInfo(kind, (n, k), description.shift)
-                codes, macros = _codes(tensor, description.shift)
-                own = [_rows_of(description, n * e, n) for e in range(count)] if n % COURSE else [description]
-                groups = np.concatenate([group_parts(one) for one in own])
+            for i, (codes, macros, groups) in enumerate(_ahead(parts, len(pieces))):
+                count = found[i].shape[0] // n
+                about = BrickInfo(kind, (n, k), found[i].shift)
                 sent = send(codes, room), send(groups, room)
                 launch = brick_kernel("pack", about, 128, **macros)
                 for e in range(count):
@@ -143,42 +151,89 @@ class DeviceExperts:
             record(self.bricks, self.row_scale)
 
 
-AT_ONCE = 1 << 26  # bytes of experts that are packed at a time
+AT_ONCE = 1 << 24  # bytes of experts that are packed at a time
+AHEAD = 8  # times as many are made ready for that, by as many threads
 
 
-def _tensors(stacks: Sequence[QuantizedExperts], rows: NDArray[np.int64] | None) -> Iterator[QuantizedTensor]:
-    """The matrices of some experts below each other, of all in the end; of one, where the format keeps rows apart from
-    each other by another axis than the first."""
+def _pieces(stacks: Sequence[QuantizedExperts]) -> list[slice]:
+    """Some experts each; one, where the format keeps rows apart from each other by another axis than the first."""
     first, experts = stacks[0], len(stacks[0])
     specs = first.format.storage_spec(*first.shape[1:], first.group_size)
     tall = all(spec.n_axis == 0 for spec in specs.values())
     count = max(1, AT_ONCE * experts // sum(stack.nbytes for stack in stacks)) if tall else 1
-    for start in range(0, experts, count):
-        together = [stack.take_experts(slice(start, start + count)) for stack in stacks]
-        some = together[0] if len(together) == 1 else joined(*together)
-        assert some is not None  # they are alike
-        if rows is not None:
-            some = some.take_rows(rows)
-        if not tall:
-            yield some[0]
-            continue
-        shape = some.shape[0] * some.shape[1], some.shape[2]
-        storage = {name: array.reshape(shape[0], *array.shape[2:]) for name, array in some.storage.items()}
-        yield QuantizedTensor(some.format, shape, some.group_size, storage)
+    return [slice(start, min(start + count, experts)) for start in range(0, experts, count)]
 
 
-def _described(stacks: Sequence[QuantizedExperts], rows: NDArray[np.int64] | None) -> list[Description]:
-    """Descriptions of `_tensors`, of one kind, and without the codes: so these are not kept."""
+def _ahead(make: Callable[[int], Made], count: int) -> Iterator[Made]:
+    """make(0), make(1), ..., some at a time on several threads."""
+    for first in range(0, count, AHEAD):
 
-    def described(byte_scales: bool) -> list[Description]:
-        found = [replace(describe(one, byte_scales), unpack=_no_codes) for one in _tensors(stacks, rows)]
-        narrow = all(one.kind.narrow for one in found)
-        return [replace(one, kind=replace(one.kind, narrow=narrow)) for one in found]
+        def make_one(i: int, _: int, first: int = first) -> Made:
+            return make(first + i)
+
+        yield from map_rows(make_one, min(AHEAD, count - first), 1, step=1)
+
+
+def _flat(stack: QuantizedExperts) -> QuantizedTensor:
+    """The matrices of a piece below each other."""
+    if len(stack) == 1:
+        return stack[0]
+    experts, n, k = stack.shape
+    storage = {name: array.reshape(experts * n, *array.shape[2:]) for name, array in stack.storage.items()}
+    return QuantizedTensor(stack.format, (experts * n, k), stack.group_size, storage)
+
+
+def _described(
+    stacks: Sequence[QuantizedExperts], rows: NDArray[np.int64] | None, pieces: Sequence[slice]
+) -> list[Description]:
+    """Descriptions of the pieces, of one kind, and without the codes: so these are not kept."""
+
+    def described(byte_scales: bool) -> list[list[Description]]:
+        def describe_piece(i: int) -> list[Description]:
+            parts = [_flat(stack.take_experts(pieces[i])) for stack in stacks]
+            return [replace(describe(part, byte_scales), unpack=_no_codes) for part in parts]
+
+        found = list(_ahead(describe_piece, len(pieces)))
+        narrow = all(one.kind.narrow for parts in found for one in parts)
+        return [[replace(one, kind=replace(one.kind, narrow=narrow)) for one in parts] for parts in found]
+
+    def agree(found: list[list[Description]]) -> bool:
+        return len({one.kind for parts in found for one in parts}) == 1
 
     found = described(byte_scales=True)
-    if len({one.kind for one in found}) > 1:
+    if not agree(found):
         found = described(byte_scales=False)
-    return found if len({one.kind for one in found}) == 1 else [one.with_float32() for one in found]
+    if not agree(found):
+        found = [[one.with_float32() for one in parts] for parts in found]
+    sizes = [piece.stop - piece.start for piece in pieces]
+    return [_one_description(parts, count, rows) for parts, count in zip(found, sizes, strict=True)]
+
+
+def _one_description(parts: list[Description], experts: int, rows: NDArray[np.int64] | None) -> Description:
+    """Of the matrices of each expert below each other, then their rows in this order."""
+    if len(parts) == 1 and rows is None:
+        return parts[0]
+
+    def together(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+        whole = np.concatenate([array.reshape(experts, -1, *array.shape[1:]) for array in arrays], axis=1)
+        whole = whole if rows is None else whole[:, rows]
+        return whole.reshape(-1, *whole.shape[2:])
+
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    scales, row_scale = together([part.scales for part in parts]), together([part.row_scale for part in parts])
+    shape = len(scales), parts[0].shape[1]
+    added = together(offsets) if offsets else None
+    return replace(parts[0], shape=shape, scales=scales, offsets=added, row_scale=row_scale)
+
+
+def _below_each_other(
+    stacks: Sequence[QuantizedExperts], piece: slice, rows: NDArray[np.int64] | None
+) -> QuantizedTensor:
+    """The matrices of each expert of a piece below each other, then their rows in this order."""
+    parts = [stack.take_experts(piece) for stack in stacks]
+    whole = parts[0] if len(parts) == 1 else joined(*parts)
+    assert whole is not None  # they are alike
+    return _flat(whole if rows is None else whole.take_rows(rows))
 
 
 def _codes(tensor: QuantizedTensor, shift: int) -> tuple[Codes, dict[str, str]]:

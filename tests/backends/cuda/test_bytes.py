@@ -96,6 +96,24 @@ def test_powers_of_two_are_folded_over_16_octaves(octaves):
         assert np.array_equal(decoded(q, "e2m1_folded"), bf.dequantize(q).astype(np.float64))
 
 
+def test_groups_of_zeros_have_any_power_of_two(monkeypatch):
+    rng = np.random.default_rng(0)
+    planes = {"codes": rng.integers(1, 8, (64, 256)).astype(np.uint8), "scale": np.full((64, 8), 120, np.uint8)}
+    planes["codes"][:, 96:128] = 0
+    planes["scale"][5, 3] = 0  # as ggml has it
+    planes["scale"][6, 3] = 254
+    format = bf.get_format("mxfp4_gguf")
+    q = bf.QuantizedTensor.from_storage(format, format.pack(planes), 32)
+    read, unpack = [], type(format).unpack_codes
+    monkeypatch.setattr(type(format), "unpack_codes", lambda *of: read.append(unpack(*of)) or read[-1])
+    about = describe(q)
+    assert about.kind.scale == "ScaleE5M2"
+    assert about.kind.narrow
+    assert [codes.shape for codes in read] == [(2, 256)], "only of the rows whose scales differ much"
+    monkeypatch.undo()
+    assert np.array_equal(decoded(q, "e2m1_folded"), bf.dequantize(q).astype(np.float64))
+
+
 @pytest.mark.parametrize(("call", "activations"), [("fp8", "fp8"), ("int8", "q8"), ("int8_of_bfloat16", "q8")])
 @pytest.mark.parametrize("k", [1, 16, 100, 2048, 2200])
 def test_rows_are_rounded_as_the_model_says(call, activations, k):

@@ -170,9 +170,11 @@ def bytes_of(experts: DeviceExperts) -> np.ndarray:
         return fetch(experts.bricks, OurRoom(0), np.uint8, (experts.bricks.nbytes,))
 
 
-@pytest.mark.parametrize("format", ["u4b8", "q4_0", "nvfp4", "q4_k"])
-def test_a_stack_is_packed_as_its_experts_are(fake, format):
-    stack = oracle.random_stack(np.random.default_rng(0), 3, 40, 512, format)
+@pytest.mark.parametrize("at_once", [1, 30000, 1 << 24])
+@pytest.mark.parametrize("format", ["u4b8", "q4_0", "mxfp4_gguf", "nvfp4", "q4_k"])
+def test_a_stack_is_packed_as_its_experts_are(fake, monkeypatch, format, at_once):
+    monkeypatch.setattr("billfish.backends.cuda.experts.AT_ONCE", at_once)
+    stack = oracle.random_stack(np.random.default_rng(0), 11, 40, 512, format)
     packed = DeviceExperts.pack(stack, "cpu")
     alone = [PackedBricks.of(matrix) for matrix in stack]
     assert (bytes_of(packed) == np.concatenate([one.bricks for one in alone])).all()
@@ -191,10 +193,12 @@ def test_experts_of_two_kinds_get_float32_scales(fake):
     assert len(bytes_of(packed)) == 2 * 2 * packed.kind.brick_bytes
 
 
-def test_gate_and_up_lie_by_turns(fake):
+@pytest.mark.parametrize("at_once", [1, 1 << 24])
+def test_gate_and_up_lie_by_turns(fake, monkeypatch, at_once):
     rng = np.random.default_rng(0)
     stack = oracle.random_stack(rng, 2, 48, 256)
     pair = [stack.take_rows(np.arange(first, first + 24)) for first in (0, 24)]
+    monkeypatch.setattr("billfish.backends.cuda.experts.AT_ONCE", at_once)
     order = by_turns(24)
     assert order[:17].tolist() == [*range(8), *range(24, 32), 8]
     expected = bytes_of(DeviceExperts.pack(stack.take_rows(order), "cpu"))
