@@ -18,7 +18,7 @@ from billfish.core.format import FORMATS
 from billfish.llm import chat_template_process, detokenizer, grammar, grammar_process
 from billfish.quantizing.calibrate_checkpoint import TOKENS
 from billfish.serving.api import service, settings
-from billfish.serving.api.chat import ChatBody
+from billfish.serving.api.chat_completions import ChatBody
 from billfish.serving.api.completions import CompletionBody
 from billfish.serving.api.embeddings import MOST_TEXTS, EmbeddingBody
 from billfish.serving.api.models import OneModel

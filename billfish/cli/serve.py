@@ -260,8 +260,8 @@ def _serve_several(
     """Answer requests with models that are loaded when they are asked for."""
     from billfish.serving.http.server import address
     from billfish.serving.models.catalog import catalog_of, in_words, memory_of, models_in
+    from billfish.serving.models.http_process import PoolServer
     from billfish.serving.models.pool import ModelPool
-    from billfish.serving.models.server import PoolServer
 
     if sys.platform == "win32":
         raise DataError("serve: Several models need sockets that processes share, which Windows lacks. Pass one model.")

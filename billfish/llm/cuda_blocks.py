@@ -12,7 +12,7 @@ from billfish.backends.cuda.block import DeviceBlock, LayerInput, Part
 from billfish.backends.cuda.dense import DeviceDense
 from billfish.backends.cuda.driver import device
 from billfish.backends.cuda.embedding import DeviceLayerInputs, RopeTables
-from billfish.backends.cuda.mixture import DeviceDenseAndMixture, DeviceMixture
+from billfish.backends.cuda.mixture_step import DeviceDenseAndMixture, DeviceMixture
 from billfish.core.errors import BackendUnavailable, failure
 from billfish.llm.cuda_mixture import pack_mixture
 from billfish.llm.cuda_recurrent import recurrent_mixer

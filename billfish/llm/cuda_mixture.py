@@ -13,7 +13,7 @@ from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import Buffer
 from billfish.backends.cuda.experts import GATE_ROWS, DeviceExperts, by_turns, pack_gate_up
 from billfish.backends.cuda.launcher import sent
-from billfish.backends.cuda.mixture import TICKETS, DeviceMixture, DeviceRouter
+from billfish.backends.cuda.mixture_step import TICKETS, DeviceMixture, DeviceRouter
 from billfish.core.errors import ModelError, failure
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array

@@ -11,7 +11,7 @@ from common import assert_same_bits, gaussian, options_of, student_t
 
 import billfish as bf
 from billfish.backends.cpu import _cpu
-from billfish.backends.cpu.search import NativeSearch, element_of
+from billfish.backends.cpu.native_search import NativeSearch, element_of
 from billfish.core.elements import ELEMENTS, Element, Integer, SortedFloats, Table
 from billfish.core.search import (
     AnyFloat,

@@ -18,8 +18,9 @@ from billfish.llm.conversation.choice import Choice, message_of
 from billfish.llm.conversation.choose_reader import reader_of
 from billfish.llm.conversation.derive import derive
 from billfish.llm.detokenizer import Piece
-from billfish.serving.api import anthropic, chat, ollama, openai_responses
+from billfish.serving.api import anthropic, ollama, openai_responses
 from billfish.serving.api.answering import Format, Usage
+from billfish.serving.api.chat_completions import ChatBody, ChatFormat
 from billfish.serving.ipc import session
 
 ASKED = [{"role": "user", "content": "abba"}]
@@ -462,7 +463,7 @@ def formatted(format: Format, size: int) -> tuple[list[Any], Any]:
 def test_every_api_tells_thoughts_text_and_calls():
     service: Any = Server()
     for size in (1, 5, 1000):
-        came, choice = formatted(chat.ChatFormat(service, chat.ChatBody(messages=[], stream=True), False), size)
+        came, choice = formatted(ChatFormat(service, ChatBody(messages=[], stream=True), False), size)
         deltas = [each["choices"][0]["delta"] for each in came]
         assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "maybe"
         assert "".join(delta.get("reasoning", "") for delta in deltas) == "maybe"

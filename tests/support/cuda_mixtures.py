@@ -15,7 +15,7 @@ from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import Buffer
 from billfish.backends.cuda.experts import DeviceExperts, by_turns, pack_gate_up
 from billfish.backends.cuda.launcher import DeviceMatrix, sent
-from billfish.backends.cuda.mixture import TICKETS, DeviceMixture, DeviceRouter
+from billfish.backends.cuda.mixture_step import TICKETS, DeviceMixture, DeviceRouter
 from billfish.backends.cuda.step_memory import StepMemory, largest
 
 Numbers = NDArray[Any]

@@ -8,7 +8,7 @@ from mixture_oracle import Router
 
 from billfish.backends.cuda.driver import Buffer, copy_out
 from billfish.backends.cuda.launcher import Launcher
-from billfish.backends.cuda.mixture import DeviceRouter
+from billfish.backends.cuda.mixture_step import DeviceRouter
 from billfish.backends.cuda.plans import ExpertRouting
 from billfish.backends.cuda.step_memory import Batch, StepMemory
 from billfish.llm import Model

@@ -15,6 +15,7 @@ from billfish.backends.base import Backend, Direct, ExpertBlock, ExpertProduct, 
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks, why_never, why_not
 from billfish.backends.cpu.experts import PackedExperts, pack_experts
+from billfish.backends.cpu.native_search import NativeSearch
 from billfish.backends.cpu.packed import (
     FLOAT_CODES,
     Axes,
@@ -24,7 +25,6 @@ from billfish.backends.cpu.packed import (
     room_for_stream,
     rooms_for_streams,
 )
-from billfish.backends.cpu.search import NativeSearch
 from billfish.backends.cpu.source import byte_numbers, codes_of, prepack_fields, source_of
 from billfish.backends.cpu.tensors import from_tensors, to_tensors
 from billfish.backends.cpu.torch_threads import share_torch_threads

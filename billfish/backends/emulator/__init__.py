@@ -31,7 +31,7 @@ threadgroups and scales.
 from billfish.backends.emulator.counting import Instructions
 from billfish.backends.emulator.faults import KINDS, CompileError, KernelFault, Site
 from billfish.backends.emulator.kernel import metal_kernel
-from billfish.backends.emulator.settings import Launch, Options, launches, options
+from billfish.backends.emulator.run_settings import Launch, Options, launches, options
 from billfish.backends.emulator.shader import compile_shader
 
 __all__ = [

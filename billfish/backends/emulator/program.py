@@ -11,7 +11,7 @@ from billfish.backends.emulator.compiler import kernel_library, load
 from billfish.backends.emulator.counting import Counted
 from billfish.backends.emulator.faults import CompileError, KernelFault
 from billfish.backends.emulator.report import describe
-from billfish.backends.emulator.settings import Launch, current_options, current_recording
+from billfish.backends.emulator.run_settings import Launch, current_options, current_recording
 from billfish.backends.emulator.sites import Sites
 from billfish.core.errors import ShapeError, bad_argument
 

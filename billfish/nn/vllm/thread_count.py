@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 
-import billfish as bf
+from billfish.backends.cpu.backend import set_threads
 from billfish.backends.cpu.torch_threads import share_torch_threads
 
 
@@ -57,5 +57,5 @@ def use_all_cores() -> None:
     """Once in a process: as many threads as the worker has cores, those of torch's OpenMP, which are bound to them."""
     cores = cores_of_worker(os.environ)
     if cores:
-        bf.set_threads(len(cores))
+        set_threads(len(cores))
     share_torch_threads()

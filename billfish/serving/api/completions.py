@@ -14,7 +14,7 @@ from billfish.llm.detokenizer import MOST_ALTERNATIVES, Alternative, Token
 from billfish.llm.grammar import Grammar, json_schema, text_grammar
 from billfish.llm.sampler import Scored
 from billfish.serving.api.answering import Asked, Format, Usage, event, schema_errors
-from billfish.serving.api.chat import DONE, ResponseFormat, given_grammar, head_of, schema_of, usage_of
+from billfish.serving.api.chat_completions import DONE, ResponseFormat, given_grammar, head_of, schema_of, usage_of
 from billfish.serving.api.logprobs import Logprobs
 from billfish.serving.api.request_bodies import Refusal, refuse, wrong
 from billfish.serving.api.service import Prompt, Service

@@ -15,7 +15,7 @@ from billfish.llm.conversation.choice import Choice
 from billfish.llm.conversation.events import CallEnd, Event, Text, Thought
 from billfish.llm.detokenizer import MOST_STOPS, Token
 from billfish.serving.api.answering import LINES, Asked, Format, Usage, encode
-from billfish.serving.api.chat import Tool, function_of
+from billfish.serving.api.chat_completions import Tool, function_of
 from billfish.serving.api.completions import _with_suffix
 from billfish.serving.api.conversation import Conversation, Turn, call_of, prepare
 from billfish.serving.api.request_bodies import Body, Refusal, refuse

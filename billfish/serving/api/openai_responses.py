@@ -17,7 +17,7 @@ from billfish.llm.conversation.choice import Choice
 from billfish.llm.conversation.events import CallArguments, CallBegin, CallEnd, Event, Text, Thought
 from billfish.llm.detokenizer import MOST_ALTERNATIVES, Token
 from billfish.serving.api.answering import Asked, Format, Usage, event
-from billfish.serving.api.chat import JsonFormat, TextFormat
+from billfish.serving.api.chat_completions import JsonFormat, TextFormat
 from billfish.serving.api.conversation import Conversation, ToolChoice, Turn, call_of, prepare
 from billfish.serving.api.request_bodies import Body, Refusal, refuse, wrong
 from billfish.serving.api.service import Service

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from billfish.checkpoints.tokenizer.tokenizer import MARK
-from billfish.serving.api.chat import ChatBody, conversation_of
+from billfish.serving.api.chat_completions import ChatBody, conversation_of
 from billfish.serving.api.conversation import render
 from billfish.serving.api.request_bodies import Body, convert, refuse, shown
 from billfish.serving.api.service import Service

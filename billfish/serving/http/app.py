@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from billfish.core.errors import DataError, ModelError, readable
 from billfish.serving.api import anthropic, ollama, openai_responses, tokens
 from billfish.serving.api.answering import Asked, ClientGone, json_response, respond, while_there
-from billfish.serving.api.chat import ChatBody, read_chat
+from billfish.serving.api.chat_completions import ChatBody, read_chat
 from billfish.serving.api.completions import CompletionBody, read_completions
 from billfish.serving.api.embeddings import (
     EmbeddingBody,

@@ -28,8 +28,8 @@ from billfish.serving.ipc.client import EngineClient, EngineGone, ServerClient
 from billfish.serving.ipc.session import ServerState, StateSession
 from billfish.serving.models.catalog import Named, bytes_needed, in_words
 from billfish.serving.models.engine_process import ENDED, EngineProcess, LoadFailed
-from billfish.serving.models.entry import Entry
-from billfish.serving.models.metrics import pool_metrics_text
+from billfish.serving.models.model_metrics import pool_metrics_text
+from billfish.serving.models.pool_entry import Entry
 
 LOG = logging.getLogger("billfish.serving")
 ROOM_SECONDS = 300.0  # a load waits so long for the running requests of a model that must make room

@@ -25,7 +25,7 @@ from billfish.backends.cuda.driver import (
     synchronize,
 )
 from billfish.backends.cuda.launcher import Launcher, sent
-from billfish.backends.cuda.mixture import DeviceDenseAndMixture
+from billfish.backends.cuda.mixture_step import DeviceDenseAndMixture
 from billfish.backends.cuda.step_memory import Batch, StepMemory
 from billfish.core.errors import BackendUnavailable
 

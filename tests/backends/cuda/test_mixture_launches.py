@@ -14,7 +14,7 @@ from mixture_oracle import ROUTERS, Router, RouterKind
 from billfish.backends.cuda import step_memory
 from billfish.backends.cuda.driver import signature
 from billfish.backends.cuda.launcher import Launcher, sent
-from billfish.backends.cuda.mixture import DeviceDenseAndMixture
+from billfish.backends.cuda.mixture_step import DeviceDenseAndMixture
 from billfish.backends.cuda.step_memory import Batch
 
 HOPPER = {

@@ -8,7 +8,7 @@
 #include <new>
 
 #include "bind/arguments.h"
-#include "search/problem.h"
+#include "search/search_problem.h"
 
 namespace nb = nanobind;
 

@@ -165,7 +165,7 @@ struct Storage {
 };
 
 struct DecoderKernels;  // decoder/decoder.h
-struct SearchKernels;   // search/problem.h
+struct SearchKernels;   // search/search_problem.h
 
 // The kernels of one ISA level. Each multiplies rows [first, last) of tiles and writes those columns of y [m, n].
 struct Level {

@@ -7,7 +7,7 @@
 #include <arm_neon.h>
 #endif
 
-#include "search/problem.h"
+#include "search/search_problem.h"
 #include "simd/halves.h"
 #include "simd/unroll.h"
 

@@ -1,4 +1,4 @@
-"""The search for scales by native code: what billfish/core/search.py asks for, in the terms of search/problem.h."""
+"""The search for scales by native code: what core/search.py asks for, in the terms of search/search_problem.h."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from billfish.core.search import (
     scale_factors,
 )
 
-# The order of the enums in search/problem.h.
+# The order of the enums in search/search_problem.h.
 ELEMENT_KINDS: dict[type[Element], int] = {Integer: 0, Signed: 0, E2M1: 1, E4M3: 2, Table: 3, SortedFloats: 4}
 RULE_KINDS = ("any", "f16", "e4m3", "integer", "at_most_zero", "zero_integer", "zero_f16")
 

@@ -11,7 +11,7 @@ from billfish.serving.ipc.session import ServerState
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from billfish.serving.models.entry import Entry
+    from billfish.serving.models.pool_entry import Entry
 
 
 def pool_metrics_text(state: ServerState, engines: Mapping[str, bytes], entries: Sequence[Entry]) -> bytes:
