@@ -18,6 +18,7 @@ from billfish.checkpoints.tokenizer.tokenizer import CONTROL, UNUSED, Tokenizer
 from billfish.core.errors import BillfishError, DataError, bad_argument, failure
 from billfish.core.extras import require
 from billfish.llm import grammar_process
+from billfish.llm.closed_schema import closed
 
 CALL = "json_schema"
 EXTRA = "serve"
@@ -56,11 +57,12 @@ def json_object() -> Grammar:
 
 
 def json_schema(schema: Mapping[str, Any]) -> Grammar:
-    """What the schema describes. Raises DataError for a schema that exceeds LIMITS. Whether it can be used is known
-    when it is compiled."""
+    """What the schema describes, with no properties that it does not name. Raises DataError for a schema that exceeds
+    LIMITS. Whether it can be used is known when it is compiled."""
     check_schema(schema)
+    without_others = closed(schema)
     try:
-        return Grammar(json.dumps(schema))
+        return Grammar(json.dumps(without_others))
     except (TypeError, ValueError) as error:
         raise DataError(failure(CALL, f"the schema is not JSON: {error}")) from None
 

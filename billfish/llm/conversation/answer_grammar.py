@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from billfish.llm.closed_schema import closed
 from billfish.llm.conversation.harmony import CHANNEL, CONSTRAIN, MESSAGE, START
 from billfish.llm.conversation.literals import CLOSING
 from billfish.llm.conversation.syntax import ChatSyntax
@@ -62,6 +63,8 @@ def answer_grammar(
         return None
     for schema in [*(function.schema for function in wanted.functions), *([wanted.schema] if wanted.schema else ())]:
         check_schema(schema)
+    functions = [replace(function, parameters=closed(function.schema)) for function in wanted.functions]
+    wanted = replace(wanted, functions=functions, schema=closed(wanted.schema))
     return Grammar(_Writer(syntax, wanted, tokens).whole(thinking, has_thought))
 
 
