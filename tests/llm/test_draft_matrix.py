@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from draft_matrix import BATCHES, DRAFTERS, SAMPLING, Matrix, prompts_of
+from draft_matrix import BATCHES, DRAFTERS, SAMPLING, WIDE, Matrix, prompts_of
 from llm_architectures import write_model
 
 from billfish.core.format import FORMATS
@@ -26,11 +26,12 @@ def pairs() -> list[tuple[str, str, tuple[str, str, int]]]:
 @pytest.fixture(scope="module")
 def matrix_of(tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("models"), {}
-    write_model(folder, "llama3")
+    write_model(folder, "llama3", **WIDE)
 
     def model(format: str):
         if format not in made:
             made[format] = load(folder, device="cpu", quantize=format, method="rtn")
+            assert format in made[format].decoder.tensors.kinds
         return made[format]
 
     def matrix(format: str, activations: str, count: int) -> Matrix:

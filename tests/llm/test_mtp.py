@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from llm_architectures import TOKENS, write_model
-from safetensors.numpy import load_file, save_file
+from llm_architectures import TOKENS, write_model, write_mtp_model
+from safetensors.numpy import load_file
 
 import billfish as bf
 from billfish.llm import load
@@ -19,21 +19,8 @@ from billfish.serving.engine.requests import Request
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model with an MTP block: a layer of attention, as the last one of the model, with numbers of its own."""
     path = tmp_path_factory.mktemp("mtp")
-    write_model(path, "qwen35", max_position_embeddings=256)
-    arrays, rng = load_file(path / "model.safetensors"), np.random.default_rng(0)
-    block = {name.replace("model.layers.3.", "mtp.layers.0."): a for name, a in arrays.items() if ".layers.3." in name}
-    block |= {
-        f"mtp.{name}.weight": arrays["model.norm.weight"][:] * 0
-        for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
-    }
-    hidden = len(arrays["model.norm.weight"])
-    block["mtp.fc.weight"] = np.zeros((hidden, 2 * hidden), np.float32)
-    block = {name: (a + 0.1 * rng.standard_normal(a.shape)).astype(np.float32) for name, a in block.items()}
-    save_file(arrays | block, path / "model.safetensors", {"format": "pt"})
-    settings = json.loads((path / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
-    (path / "config.json").write_text(json.dumps(settings))
+    write_mtp_model(path)
     return path
 
 

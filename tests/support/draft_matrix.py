@@ -1,19 +1,23 @@
 """The promise of drafting, over prompts, drafters, sampling and batches: the tokens are those without drafts.
 
-    python tests/support/draft_matrix.py --device cuda --prompts 200 --formats q4_0,q8_0
+    python tests/support/draft_matrix.py --device cuda --jobs 6 --lines FILE --formats q4_0,q8_0
 
-runs it on a device, for small random models, and writes what it has counted.
+runs it for small random models: in each process one format with one type of activations. FILE gets a line for each
+case as it ends.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -22,9 +26,9 @@ from unittest.mock import patch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
-from llm_architectures import write_model
-
+import billfish as bf
 from billfish.backends import BACKENDS
+from billfish.core.format import FORMATS
 from billfish.llm import Model, load
 from billfish.llm.drafting.drafter import Controller, Drafter
 from billfish.llm.sampler import Sampling
@@ -35,6 +39,9 @@ DRAFTERS = ("ngram", "model", "oracle")
 SAMPLING = {"greedy": {}, "seeded": {"temperature": 1.0, "top_p": 0.9, "seed": 3}}
 BATCHES = (1, 5)
 MOST = 16  # tokens of an answer
+LENGTHS = {"model": 3, "mtp": 3}  # of drafts that take long to make
+# Every format can have all matrices of a layer: no format's blocks have more than 256 columns.
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
 
 
 class Oracle(Drafter):
@@ -62,13 +69,15 @@ def prompts_of(count: int, vocabulary: int, seed: int = 1) -> list[list[int]]:
 class Matrix:
     """Of one model. small: drafts for it. plain answers are made once for all drafters."""
 
-    def __init__(self, model: Model, small: Model, activations: Any, prompts: Sequence[list[int]]) -> None:
+    def __init__(
+        self, model: Model, small: Model | None, activations: Any, prompts: Sequence[list[int]], most: int = MOST
+    ) -> None:
         self._model, self._small, self._activations, self._prompts = model, small, activations, prompts
-        self._plain: dict[str, list[list[int]]] = {}
+        self._most, self._plain = most, dict[str, list[list[int]]]()
 
     def plain(self, sampling: str) -> list[list[int]]:
         if sampling not in self._plain:
-            how = {"max_tokens": MOST, "activations": self._activations, **SAMPLING[sampling]}
+            how = {"max_tokens": self._most, "activations": self._activations, **SAMPLING[sampling]}
             self._plain[sampling] = [self._model.generate(prompt, **how).tokens for prompt in self._prompts]
         return self._plain[sampling]
 
@@ -76,33 +85,34 @@ class Matrix:
         """How many answers of so many at once differ, and what was drafted: as much as may be."""
         plain = self.plain(sampling)
         texts = [prompt + tokens for prompt, tokens in zip(self._prompts, plain, strict=True)]
-        draft: Any = self._small if drafter == "model" else "ngram"
+        draft: Any = {"model": self._small, "mtp": "mtp"}.get(drafter, "ngram")
+        how = {"draft": draft, "draft_length": LENGTHS.get(drafter)}
         always = patch.object(Controller, "length", lambda self, kind=0, others=0: 0 if kind is None else self.most)
         oracle = patch("billfish.llm.model.NgramDrafter", lambda: Oracle(texts))
         with always:
             if drafter == "oracle":
                 with oracle:
-                    found, drafted, accepted = self._drafted(draft, sampling, batch)
+                    found, drafted, accepted = self._drafted(how, sampling, batch)
             else:
-                found, drafted, accepted = self._drafted(draft, sampling, batch)
+                found, drafted, accepted = self._drafted(how, sampling, batch)
         differing = sum(a != b for a, b in zip(found, plain, strict=True))
         kind = {"drafter": drafter, "sampling": sampling, "batch": batch}
         return {**kind, "answers": len(plain), "differing": differing, "drafted": drafted, "accepted": accepted}
 
-    def _drafted(self, draft: Any, sampling: str, batch: int) -> tuple[list[list[int]], int, int]:
+    def _drafted(self, draft: dict[str, Any], sampling: str, batch: int) -> tuple[list[list[int]], int, int]:
         model, how = self._model, SAMPLING[sampling]
         if batch == 1:
-            more = {"max_tokens": MOST, "activations": self._activations, "draft": draft, **how}
+            more = {"max_tokens": self._most, "activations": self._activations, **draft, **how}
             answers = [model.generate(prompt, **more) for prompt in self._prompts]
             counts = [answer.drafts for answer in answers]
             return [a.tokens for a in answers], sum(c.drafted for c in counts), sum(c.accepted for c in counts)
-        context = max(map(len, self._prompts)) + MOST
+        context = max(map(len, self._prompts)) + self._most
         with Engine(
-            model, streams=batch, context=context, queue=len(self._prompts), activations=self._activations, draft=draft
+            model, streams=batch, context=context, queue=len(self._prompts), activations=self._activations, **draft
         ) as engine:
             made = [_Tokens() for _ in self._prompts]
             for prompt, tokens in zip(self._prompts, made, strict=True):
-                engine.submit(Request(prompt, MOST, Sampling(**how)), tokens)
+                engine.submit(Request(prompt, self._most, Sampling(**how)), tokens)
             for tokens in made:
                 assert tokens.ended.wait(300)
             counts = engine.counts()
@@ -120,36 +130,61 @@ class _Tokens:
             self.ended.set()
 
 
+# ---- as a program ----------------------------------------------------------------------------------------------------
+
+
+def run(folder: Path, device: str, format: str, activations: str | None, given: argparse.Namespace) -> list[str]:
+    """All cases of one model in one format. Writes a line for each, and returns what was wrong."""
+    bf.set_threads(1)
+    BACKENDS["cuda"].batch_invariant = True
+    wrong, about = list[str](), {"model": folder.name, "device": device, "format": format, "activations": activations}
+    started = time.process_time()
+    try:
+        model = load(folder, device=device, quantize=format, method="rtn")
+        assert format in model.decoder.tensors.kinds, f"no matrix is {format}"
+        drafters = ("mtp",) if model.config.mtp is not None else DRAFTERS
+        small = None if drafters == ("mtp",) else load(folder, device=device, quantize="q8_0", method="rtn")
+        matrix = Matrix(model, small, activations, prompts_of(given.prompts, model.config.vocabulary), given.tokens)
+        for case in product(drafters, SAMPLING, BATCHES):
+            found = about | matrix.count(*case) | {"cpu_seconds": round(time.process_time() - started, 2)}
+            with given.lines.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+            if found["differing"]:
+                wrong.append(json.dumps(found))
+    except Exception as error:
+        wrong.append(f"{about}: {type(error).__name__}: {error}")
+    return wrong
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--models", default="llama3")
-    parser.add_argument("--formats", default="q4_0")
-    parser.add_argument("--activations", default="q8,q16,exact")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tokens", type=int, default=MOST, help="of each answer")
+    parser.add_argument("--models", default="llama3,mtp")
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--activations", default="q16,exact,q8", help="on the CPU")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--lines", type=Path, required=True, help="file for the lines")
     given = parser.parse_args()
-    BACKENDS["cuda"].batch_invariant = True
-    found, kinds = [], [None] if given.device != "cpu" else given.activations.split(",")
-    for name in given.models.split(","):
-        with tempfile.TemporaryDirectory() as place:
-            write_model(Path(place), name)
-            small = load(place, device=given.device, quantize="q8_0", method="rtn")
-            for format in given.formats.split(","):
-                model = load(place, device=given.device, quantize=format, method="rtn")
-                prompts = prompts_of(given.prompts, model.config.vocabulary)
-                for activations in kinds:
-                    started, matrix = time.time(), Matrix(model, small, activations, prompts)
-                    for drafter in DRAFTERS:
-                        for sampling in SAMPLING:
-                            for batch in BATCHES:
-                                about = {"model": name, "format": format, "activations": activations}
-                                found.append({**about, **matrix.count(drafter, sampling, batch)})
-                                if given.json is not None:
-                                    given.json.write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
-                    bad = sum(each["differing"] for each in found)
-                    seconds = time.time() - started
-                    print(name, format, activations, f"{seconds:.1f} s, {bad} answers differ so far", flush=True)
+    from llm_architectures import write_model, write_mtp_model  # here: with torch, which no other process needs
+
+    kinds = given.activations.split(",") if given.device == "cpu" else [None]
+    with tempfile.TemporaryDirectory() as place:
+        folders = {name: Path(place) / name for name in given.models.split(",")}
+        for name, folder in folders.items():
+            write_mtp_model(folder, **WIDE) if name == "mtp" else write_model(folder, name, **WIDE)
+        tasks = [*product(kinds, folders.values(), given.formats.split(","))]
+        with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
+            going = [pool.submit(run, folder, given.device, format, how, given) for how, folder, format in tasks]
+            for done, each in enumerate(as_completed(going), 1):
+                for problem in each.result():
+                    print(problem, flush=True)
+                print(f"{done} of {len(tasks)} models", flush=True)
+    lines = [*map(json.loads, given.lines.read_text().splitlines())]
+    names = ("answers", "differing", "drafted", "accepted")
+    print(len(lines), "cases", {name: sum(each[name] for each in lines) for name in names})
+    sys.exit(any(each.result() for each in going))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@ caps bite, positions pass the context of the training."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from llm_folders import write_random
+from safetensors.numpy import load_file, save_file
 
 EXPERTS = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 3}
 YARN = {
@@ -250,6 +253,23 @@ LLAMA_CPP: dict[str, dict[str, Any]] = {
 def write_model(folder: Path, name: str, **more: Any) -> None:
     """One of MODELS as transformers saves it."""
     write_random(folder, MODELS[name][1], **(MODELS[name][2] | more))
+
+
+def write_mtp_model(folder: Path, **more: Any) -> None:
+    """A qwen35 with an MTP block: a layer of attention, as the last one of the model, with numbers of its own."""
+    write_model(folder, "qwen35", max_position_embeddings=256, **more)
+    arrays, rng = load_file(folder / "model.safetensors"), np.random.default_rng(0)
+    block = {name.replace("model.layers.3.", "mtp.layers.0."): a for name, a in arrays.items() if ".layers.3." in name}
+    block |= {
+        f"mtp.{name}.weight": arrays["model.norm.weight"][:] * 0
+        for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    }
+    hidden = len(arrays["model.norm.weight"])
+    block["mtp.fc.weight"] = np.zeros((hidden, 2 * hidden), np.float32)
+    block = {name: (a + 0.1 * rng.standard_normal(a.shape)).astype(np.float32) for name, a in block.items()}
+    save_file(arrays | block, folder / "model.safetensors", {"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(settings))
 
 
 _ENCODER = {
