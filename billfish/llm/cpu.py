@@ -307,6 +307,9 @@ class CpuDecoder(Decoder):
                 done += len(tokens)
         return x
 
+    def passes(self, passages: Sequence[Passage], activations: Activations | None) -> list[list[int]]:
+        return [[number for number, _, _ in group] for group in self._groups(passages, activations)]
+
     def _add_places(self, x: Floats, passages: Sequence[Passage]) -> None:
         """Rows of embeddings take in where their tokens are: in a text, and in which of a pair. What follows the first
         separator is of the second text, if something follows."""

@@ -133,6 +133,11 @@ class Decoder(ABC):
         A cache takes its tokens when all their keys are in it, so that whatever is raised leaves it as it was.
         """
 
+    def passes(self, passages: Sequence[Passage], activations: Activations | None) -> list[list[int]]:
+        """Passages that `run` takes together, by their numbers, so that each gets what it gets alone. Each has at most
+        `chunk` tokens."""
+        return [[number] for number in range(len(passages))]
+
     @abstractmethod
     def logits(self, hidden: Floats, activations: Activations | None) -> Floats:
         """Hidden states [m, hidden] to the scores of all tokens [m, vocabulary]."""

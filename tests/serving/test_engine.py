@@ -169,6 +169,62 @@ def test_a_long_prompt_does_not_stop_the_others(model, monkeypatch):
     assert any(len(lengths) == 3 for lengths in beside), "the end of the long prompt and the short one in one pass"
 
 
+def test_texts_take_one_pass_of_each_step_beside_an_answer(model, monkeypatch):
+    """Of several texts as many as get the vectors that each has alone, and the first one is always among them."""
+    steps, passes, run = held(model, monkeypatch), [[]], model.decoder.run
+    rng = random.Random(7)
+    texts = [random_tokens(rng, count) for count in (3, 20, 4, 12, 5, 30)]
+    expected = [model.pool(model.hidden(text)) for text in texts]
+
+    def noted(passages: Any, how: Any) -> Any:
+        if how != "exact":  # as answers do
+            passes.append([])
+        else:
+            passes[-1].append([len(tokens) for _, tokens in passages])
+        return run(passages, how)
+
+    monkeypatch.setattr(model.decoder, "run", noted)
+    with Engine(model, streams=8, activations="q16") as engine:
+        answer = submit(engine, Request([8, 9], 10, ENDLESS))
+        steps.release()
+        until(lambda: bool(answer.pieces))
+        vectors = [engine.embed([text]) for text in texts]
+        steps.release(1000)
+        for vector, wanted in zip(vectors, expected, strict=True):
+            np.testing.assert_array_equal(vector.result(60)[0], wanted)
+        answer.wait()
+    found = [each for each in passes if each]
+    assert all(len(each) == 1 for each in found), "one pass in a step"
+    assert [each[0] for each in found] == [[3, 4], [20, 12, 30], [5]]
+
+
+def test_a_prompt_is_scored_as_it_is_read(model, monkeypatch):
+    """The logits of all its tokens at once would keep answers waiting."""
+    steps, scored, logits = held(model, monkeypatch), [], model.decoder.logits
+    prompt = random_tokens(random.Random(8), 400)
+
+    def noted(hidden: Any, how: Any) -> Any:
+        if how == "exact":
+            scored.append((answer.ticket.completion_tokens, len(hidden)))
+        return logits(hidden, how)
+
+    monkeypatch.setattr(model.decoder, "logits", noted)
+    with Engine(model, streams=2, activations="q16") as engine:
+        answer = submit(engine, Request([8, 9], 40, ENDLESS))
+        steps.release()
+        until(lambda: bool(answer.pieces))
+        scores = engine.score([prompt], 0)
+        steps.release(1000)
+        found = [logprob for ((_, logprob),) in scores.result(60)[0]]
+        answer.wait()
+    of_step = [sum(count for step, count in scored if step == each) for each in {step for step, _ in scored}]
+    assert sum(of_step) == 399
+    assert max(of_step) <= 64 + 16
+    rows = model.logits(prompt, activations="exact").astype(np.float64)
+    logs = rows - np.logaddexp.reduce(rows, axis=1, keepdims=True)
+    np.testing.assert_allclose(found, [logs[i, token] for i, token in enumerate(prompt[1:])], atol=1e-4)
+
+
 def test_prompts_are_read_in_the_order_in_which_they_come(model, monkeypatch):
     steps, ends, rng = held(model, monkeypatch), list[int](), random.Random(12)
     with Engine(model, streams=8) as engine:

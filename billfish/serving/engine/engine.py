@@ -294,8 +294,9 @@ class Engine:
         self._await_drafted()
         jobs, parts, drafts = self._plan(self._draft())
         reading = [job for job in parts if not job.decodes]
-        self._counts.prefill_tokens += sum(parts[job] for job in reading)
         answers = {job: part for job, part in parts.items() if isinstance(job, Answer)}
+        texts = {job: part for job, part in parts.items() if isinstance(job, Embedding)}
+        self._counts.prefill_tokens += sum(parts[job] for job in reading if job in answers)
         submitted = self._submit_step(answers, drafts, started)
         before, self._pending = self._pending, submitted
         self._take_tokens(before)  # while the device is busy with what was submitted
@@ -304,17 +305,36 @@ class Engine:
         if not self._decoder.overlaps:
             self._pending = None
             self._take_tokens(submitted)
+        self._read_texts(texts, answering=bool(answers))
         for job in reading:
-            if isinstance(job, Embedding):
-                with _failing([job], self._decoder):
-                    job.read(parts[job])
-            elif isinstance(job, Answer) and len(job.slot.cache.tokens) >= len(job.prompt):
+            if isinstance(job, Answer) and len(job.slot.cache.tokens) >= len(job.prompt):
                 self._in_reading.remove(job)
         self._counts.steps += 1
         self._remove([job for job in jobs if job.finished])
-        for job in reading:
-            if isinstance(job, Embedding) and job.between_texts and not job.finished:
+        for job in texts:
+            if job.between_texts and not job.finished:
                 self._wait_again(job)
+
+    def _read_texts(self, parts: dict[Embedding, int], *, answering: bool) -> None:
+        """Feed so many tokens of each text whose vector is wanted. They take passes of their own, with the exact
+        kernels. answering: there are answers, which wait for one such pass and no more; other texts have their turn in
+        later steps."""
+        decoder, jobs = self._decoder, list(parts)
+        if decoder.config.encoder is not None:
+            for job in jobs:
+                with _failing([job], decoder):
+                    job.read_together()
+            return
+        passages = [(job.slot.cache, job.tokens(part)) for job, part in parts.items()]
+        passes = sorted(decoder.passes(passages, decoder.exact))  # whoever came first is in the first one
+        for numbers in passes[:1] if answering else passes:
+            fed, together = [passages[i] for i in numbers], [jobs[i] for i in numbers]
+            with _failing(together, decoder):
+                ends = np.cumsum([len(tokens) for _, tokens in fed])[:-1]
+                self._counts.prefill_tokens += sum(len(tokens) for _, tokens in fed)
+                for job, hidden in zip(together, np.split(decoder.run(fed, decoder.exact), ends), strict=True):
+                    with _failing([job], decoder):
+                        job.take(hidden)
 
     def _await_drafted(self) -> None:
         """Take the tokens of the pending step, if one of its answers had a draft, or would have one now: what follows

@@ -244,7 +244,7 @@ class Embedding(Job):
         self.future: Future[list[Any]] = Future()
         self.between_texts = False
         self._texts, self._model = texts, model
-        self._vectors, self._hidden = list[Any](), list[NDArray[np.float32]]()
+        self._vectors, self._parts = list[Any](), list[Any]()
 
     @property
     def cancelled(self) -> bool:
@@ -253,20 +253,16 @@ class Embedding(Job):
     def cancel(self) -> None:
         self.future.cancel()
 
-    def read(self, count: int) -> None:
-        """The next tokens of the text. An encoder reads whole texts, as many as are short enough together."""
-        decoder = self._model.decoder
-        if decoder.config.encoder is not None:
-            self._read_together()
-            return
-        self._hidden.append(decoder.run([(self.slot.cache, self.tokens(count))], decoder.exact))
-        if self.left:
-            return
-        self._vectors.append(self._result(np.concatenate(self._hidden)))
-        self._hidden = []
-        self._go_on()
+    def take(self, hidden: NDArray[np.float32]) -> None:
+        """The hidden states [tokens, hidden] of what was fed."""
+        self._parts.append(self._part(hidden))
+        if not self.left:
+            self._vectors.append(self._result(self._parts))
+            self._parts = []
+            self._go_on()
 
-    def _read_together(self) -> None:
+    def read_together(self) -> None:
+        """By an encoder, which reads whole texts: as many as are short enough together."""
         decoder, texts, count = self._model.decoder, list[list[int]](), 0
         for text in self._texts[len(self._vectors) :]:
             count += len(text)
@@ -275,7 +271,7 @@ class Embedding(Job):
             texts.append(text)
         hidden = decoder.run([(decoder.cache(len(text)), text) for text in texts], decoder.exact)
         ends = np.cumsum([len(text) for text in texts])[:-1]
-        self._vectors += [self._result(states) for states in np.split(hidden, ends)]
+        self._vectors += [self._result([states]) for states in np.split(hidden, ends)]
         self._go_on()
 
     def _go_on(self) -> None:
@@ -287,11 +283,15 @@ class Embedding(Job):
             self.between_texts = True
 
     def restart(self) -> None:
-        self._hidden = []
+        self._parts = []
 
-    def _result(self, hidden: NDArray[np.float32]) -> Any:
-        """What a text's hidden states [tokens, hidden] become."""
-        return self._model.pool(hidden)
+    def _part(self, hidden: NDArray[np.float32]) -> Any:
+        """What is kept of the last tokens that were fed."""
+        return hidden
+
+    def _result(self, parts: Sequence[Any]) -> Any:
+        """What all parts of a text become."""
+        return self._model.pool(np.concatenate(parts))
 
     def end(self, reason: str, error: str = "") -> None:
         self.finished, self._error = self.finished or reason, error
@@ -316,10 +316,15 @@ class Scoring(Embedding):
         super().__init__(texts, model)
         self._alternatives = alternatives
 
-    def _result(self, hidden: NDArray[np.float32]) -> list[list[Scored]]:
+    def _part(self, hidden: NDArray[np.float32]) -> list[list[Scored]]:
+        """At once: the logits of a whole text would keep all answers waiting for seconds."""
         decoder, found = self._model.decoder, list[list[Scored]]()
-        for start in range(0, len(hidden) - 1, self.ROWS):
-            logits = decoder.logits(hidden[start : min(start + self.ROWS, len(hidden) - 1)], decoder.exact)
-            following = self.prompt[start + 1 : start + 1 + len(logits)]
-            found += [with_best(row, token, self._alternatives) for row, token in zip(logits, following, strict=True)]
+        following = self.prompt[self.position - len(hidden) + 1 : self.position + 1]
+        for start in range(0, len(following), self.ROWS):
+            tokens = following[start : start + self.ROWS]
+            logits = decoder.logits(hidden[start : start + len(tokens)], decoder.exact)
+            found += [with_best(row, token, self._alternatives) for row, token in zip(logits, tokens, strict=True)]
         return found
+
+    def _result(self, parts: Sequence[list[list[Scored]]]) -> list[list[Scored]]:
+        return [scored for part in parts for scored in part]

@@ -324,6 +324,20 @@ async def vanishes(server: Attacked, rng: random.Random) -> int:
     return 1
 
 
+async def texts(server: Attacked, rng: random.Random) -> int:
+    """What is read apart from answers: vectors of several texts, documents to rank, probabilities of a long prompt."""
+    some = ["a b " * rng.randrange(1, 20) for _ in range(rng.choice([1, 4, 16]))]
+    path, body = rng.choice(
+        [
+            ("/v1/embeddings", {"input": some}),
+            ("/v1/rerank", {"query": "a", "documents": some}),
+            ("/v1/completions", {"prompt": "a b " * 60, "echo": True, "logprobs": 5, "max_tokens": 0}),
+        ]
+    )
+    (_,) = await server.exchange(request(path, json.dumps(body).encode()), answers=1, half=False)
+    return 1
+
+
 async def bombs(server: Attacked, rng: random.Random) -> int:
     """A schema, a grammar or tools that should be refused or harmless."""
     chat: dict[str, Any] = BODIES["/v1/chat/completions"] | {"max_tokens": 4}
@@ -354,7 +368,7 @@ Attack = Callable[[Attacked, random.Random], Awaitable[int]]
 # How many of a thousand attacks are of each kind.
 KINDS: dict[Attack, int] = {
     ordinary: 40,
-    changed_bytes: 280,
+    changed_bytes: 270,
     odd_bodies: 200,
     odd_fields: 80,
     smuggled: 100,
@@ -365,6 +379,7 @@ KINDS: dict[Attack, int] = {
     half_closed: 60,
     unread: 10,
     vanishes: 120,
+    texts: 10,
     bombs: 4,
     silent: 3,
 }
