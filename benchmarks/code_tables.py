@@ -155,6 +155,8 @@ MEANING = {
     "seed": "-1 or none: a random one",
     "suffix": "the text behind the answer, if the tokenizer has infill tokens",
     "best_of": "so many are made, and the `n` most probable ones given",
+    "thinking_budget_tokens": "tokens of thoughts, at most; -1: no limit. As llama.cpp has it",
+    "thinking_token_budget": "the same, as vLLM has it",
     "reasoning_effort": "sets `enable_thinking`, `thinking` and `reasoning_effort` of the template",
     "structured_outputs": "vLLM's: `json`, `json_object` or `grammar`",
     "json_schema": "llama.cpp's",

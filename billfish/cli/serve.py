@@ -144,6 +144,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="reasoning effort of requests that name none; none turns thoughts off (default: that of the model)",
     )
     parser.add_argument(
+        "--reasoning-budget",
+        type=int,
+        metavar="N",
+        help="tokens that thoughts have at most, of requests that name no budget; -1 is no limit (default: -1)",
+    )
+    parser.add_argument(
         "--fronts",
         type=int,
         metavar="N",
@@ -236,6 +242,7 @@ def _asking(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "strict_fields": arguments.strict_fields,
         "effort": arguments.reasoning_effort,
+        "budget": arguments.reasoning_budget,
         "verbose": arguments.verbose,
     }
 

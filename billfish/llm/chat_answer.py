@@ -114,6 +114,7 @@ def conversation_of(
     parallel: bool,
     response_format: Mapping[str, Any] | None,
     effort: str | None,
+    thought_budget: int | None,
     variables: Mapping[str, Any] | None,
 ) -> Conversation:
     """A conversation in OpenAI's words. Raises DataError for anything else."""
@@ -124,6 +125,7 @@ def conversation_of(
     _check("chat_template_kwargs", variables, (Mapping, NoneType), "a dict of variables, or None")
     if effort is not None and effort not in EFFORT_NAMES:
         raise DataError(bad_argument(CALL, "reasoning_effort", repr(effort), ", ".join(EFFORT_NAMES)))
+    _check("reasoning_budget", thought_budget, (int, NoneType), "a number of tokens, or None")
     return Conversation(
         [_turn(f"messages[{index}]", message) for index, message in enumerate(messages)],
         functions=[_function(f"tools[{index}]", tool) for index, tool in enumerate(tools)],
@@ -131,6 +133,7 @@ def conversation_of(
         parallel=parallel,
         schema=_schema(response_format),
         effort=effort,
+        thought_budget=thought_budget,
         variables=dict(variables or {}),
     )
 

@@ -18,6 +18,7 @@ from billfish.llm.sampler import Choice, RequestSampler, Sampling
 
 if TYPE_CHECKING:
     from billfish.llm.grammar import CompiledGrammar
+    from billfish.llm.thought_limit import ThoughtLimit
 
 FinishReason = Literal["stop", "length"]
 
@@ -70,9 +71,10 @@ class Generation(Iterator[str]):
         grammar: CompiledGrammar | None = None,
         drafter: Drafter | None = None,
         shown: Collection[int] = (),
+        thought: ThoughtLimit | None = None,
     ) -> None:
         """Arguments are those of :meth:`Model.generate`, checked and encoded. shown: control tokens whose names are
-        part of the text."""
+        part of the text. thought: the limit of thoughts."""
         call = "llm.generate"
         decoder.check_prompt(prompt, call)
         decoder.check_tokens(call, "logit_bias", list(sampling.logit_bias))
@@ -88,6 +90,8 @@ class Generation(Iterator[str]):
         self.finish_reason: FinishReason | None = None if self._most else "length"
         self._decoder, self._activations, self._sequence = decoder, activations, list(prompt)
         matcher = None if grammar is None else grammar.matcher()
+        if thought is not None:
+            matcher = thought.matcher(tokenizer, decoder.config.vocabulary, matcher)
         self._sampler = RequestSampler(sampling, prompt, matcher, logprobs)
         self._detokenizer = Detokenizer(tokenizer, stop, shown)
         self._is_cut_by_context = room < max_tokens

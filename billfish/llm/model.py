@@ -74,7 +74,8 @@ ELSEWHERE = {
     **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words", "stop_token_ids"), "stop=[...], with strings"),
     **dict.fromkeys(("grammar", "json_schema", "guided_json", "structured_outputs"), "response_format={...}"),
     **dict.fromkeys(("messages", "input_ids", "inputs", "system"), "it as the prompt, the first argument"),
-    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"), "it to Model.chat"),
+    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), "it to Model.chat"),
+    **dict.fromkeys(("reasoning_effort", "reasoning_budget"), "it to Model.chat"),
     "do_sample": "temperature=T above 0 to sample, or 0 for greedy decoding",
     "enable_thinking": "chat_template_kwargs={'enable_thinking': ...}",
     "past_key_values": "cache=model.cache()",
@@ -319,6 +320,7 @@ class Model(TextModel):
         parallel_tool_calls: bool = True,
         response_format: Mapping[str, Any] | None = None,
         reasoning_effort: str | None = None,
+        reasoning_budget: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> ChatAnswer:
@@ -332,7 +334,7 @@ class Model(TextModel):
         parallel_tool_calls: whether an answer may have several calls.
         response_format, chat_template_kwargs: as in :meth:`generate`.
         reasoning_effort: "none", "minimal", "low", "medium", "high" or "xhigh", for templates that know it; None is
-        the model's own.
+        the model's own. reasoning_budget: tokens of thoughts, at most; behind them the thought is ended.
         settings: other arguments of :meth:`generate`: max_tokens, temperature, stop, logprobs, adapter, cache, ...
 
         Raises DataError for a wrong message or setting and ModelError for a conversation that the model cannot take.
@@ -342,7 +344,7 @@ class Model(TextModel):
             >>> answer.finish_reason, answer.message["role"], answer.tool_calls
             ('length', 'assistant', [])
         """
-        how = (messages, tools, tool_choice, parallel_tool_calls, response_format, reasoning_effort)
+        how = (messages, tools, tool_choice, parallel_tool_calls, response_format, reasoning_effort, reasoning_budget)
         return self._start_chat(*how, chat_template_kwargs, settings).finish()
 
     def chat_stream(
@@ -354,6 +356,7 @@ class Model(TextModel):
         parallel_tool_calls: bool = True,
         response_format: Mapping[str, Any] | None = None,
         reasoning_effort: str | None = None,
+        reasoning_budget: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> ChatAnswer:
@@ -366,7 +369,7 @@ class Model(TextModel):
             >>> "".join(delta["content"] for delta in stream) == stream.content
             True
         """
-        how = (messages, tools, tool_choice, parallel_tool_calls, response_format, reasoning_effort)
+        how = (messages, tools, tool_choice, parallel_tool_calls, response_format, reasoning_effort, reasoning_budget)
         return self._start_chat(*how, chat_template_kwargs, settings)
 
     async def chat_async(self, messages: Sequence[Message], **settings: Any) -> ChatAnswer:
@@ -389,6 +392,7 @@ class Model(TextModel):
         parallel_tool_calls: bool,
         response_format: Mapping[str, Any] | None,
         reasoning_effort: str | None,
+        reasoning_budget: int | None,
         chat_template_kwargs: Mapping[str, Any] | None,
         settings: Mapping[str, Any],
     ) -> ChatAnswer:
@@ -399,6 +403,7 @@ class Model(TextModel):
             parallel=parallel_tool_calls,
             response_format=response_format,
             effort=reasoning_effort,
+            thought_budget=reasoning_budget,
             variables=chat_template_kwargs,
         )
         prepared = prepare_chat(self._chat_texts, asked)
@@ -508,6 +513,7 @@ class Model(TextModel):
             logprobs=(0 if logprobs else None) if isinstance(logprobs, bool) else logprobs,
             grammar=grammar,
             shown=() if prepared is None else prepared.shown,
+            thought=None if prepared is None else prepared.thought,
             drafter=self.drafters(CALL, *draft, checked)(),
         )
 

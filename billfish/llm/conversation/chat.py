@@ -13,10 +13,12 @@ from billfish.llm.conversation.answer_grammar import Function, Mode, Wanted, ans
 from billfish.llm.conversation.chat_texts import ChatTexts
 from billfish.llm.conversation.choose_reader import has_thought, opens_thought, reader_of
 from billfish.llm.conversation.events import Call
+from billfish.llm.conversation.harmony import CHANNEL, END, MESSAGE, START
 from billfish.llm.conversation.reader import Reader
 from billfish.llm.conversation.syntax import ChatSyntax
 from billfish.llm.conversation.write_calls import written_calls
 from billfish.llm.grammar import Grammar, json_schema, text_grammar
+from billfish.llm.thought_limit import ThoughtLimit
 
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn thoughts on and off
 OFF = ("none", "minimal")  # reasoning efforts that mean no thought
@@ -75,8 +77,9 @@ class Turn:
 class Conversation:
     """What is asked of a model. place: the field that has the messages. tools_place: the one that has the functions.
     schema: of the answer, and the field that says so. text_grammar: of the answer, in GBNF or Lark, instead.
-    effort: of reasoning. variables: further ones for the template. goes_on: the last message is the beginning of the
-    answer. begins: the prompt ends with what begins an assistant's message."""
+    effort: of reasoning. thought_budget: tokens of thoughts, at most; None or -1 is no limit. variables: further ones
+    for the template. goes_on: the last message is the beginning of the answer. begins: the prompt ends with what begins
+    an assistant's message."""
 
     turns: Sequence[Turn]
     _: KW_ONLY
@@ -88,6 +91,7 @@ class Conversation:
     schema: tuple[Mapping[str, Any], str] | None = None
     text_grammar: tuple[str, str] | None = None
     effort: str | None = None
+    thought_budget: int | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     goes_on: bool = False
     begins: bool = True
@@ -111,6 +115,7 @@ class Prepared:
     schemas: Mapping[str, dict[str, Any]]
     parallel: bool
     syntax: ChatSyntax
+    thought: ThoughtLimit | None = None
 
     def reader(self) -> Reader:
         """For one answer."""
@@ -127,7 +132,8 @@ def prepare_chat(texts: ChatTexts, asked: Conversation) -> Prepared:
     grammar = None if asked.goes_on else _grammar(texts, asked, functions, mode, text)
     shown = texts.marks if functions or syntax.thought is not None or syntax.harmony else frozenset[int]()
     schemas = {function.name: function.schema for function in functions}
-    return Prepared(text, grammar, shown, schemas, asked.parallel and asked.choice.name is None, syntax)
+    thought = _thought_limit(texts, asked.thought_budget, text)
+    return Prepared(text, grammar, shown, schemas, asked.parallel and asked.choice.name is None, syntax, thought)
 
 
 def render(texts: ChatTexts, asked: Conversation) -> str:
@@ -200,6 +206,22 @@ def _grammar(
     except DataError as error:
         raise cannot_be_used(place, error) from None
     return None if made is None else (made, place)
+
+
+def _thought_limit(texts: ChatTexts, budget: int | None, prompt: str) -> ThoughtLimit | None:
+    """For an answer that may begin with a thought."""
+    syntax = texts.syntax
+    if budget is None or budget < 0 or has_thought(syntax, prompt):
+        return None
+    if syntax.harmony:
+        closing, analysis = texts.tokens(f"{END}{START}assistant{CHANNEL}"), texts.tokens("analysis")
+        start = f"{CHANNEL}analysis{MESSAGE}"
+        return ThoughtLimit(budget, False, start, END, closing, again=True, avoided=analysis[0])
+    if syntax.thought is None or not syntax.thought.marks.end.strip():
+        return None
+    marks = syntax.thought.marks
+    opened = opens_thought(syntax, prompt)
+    return ThoughtLimit(budget, opened, marks.start.strip(), marks.end.strip(), texts.tokens(marks.end))
 
 
 def _check_choice(asked: Conversation) -> None:

@@ -43,6 +43,10 @@ class ChatTexts:
         kinds = enumerate(tokenizer.kinds[: self.vocabulary])
         return {tokenizer.pieces[token]: token for token, kind in kinds if kind == CONTROL}
 
+    def tokens(self, mark: str) -> list[int]:
+        """The tokens of a text that the template writes, with names of control tokens."""
+        return self._model.tokenizer.encode(mark, start=False)
+
     @cached_property
     def marks(self) -> frozenset[int]:
         """Control tokens that mark thoughts and calls. They are part of the text that is read."""

@@ -17,7 +17,7 @@ from billfish.serving.api.answering import Asked, Format, Usage, event
 from billfish.serving.api.conversation import Conversation, ToolChoice, Turn, prepare, render
 from billfish.serving.api.request_bodies import Body, Refusal, refuse
 from billfish.serving.api.service import Service
-from billfish.serving.api.settings import AtMost, Settings, Share, Stop
+from billfish.serving.api.settings import AtMost, Settings, Share, Stop, Whole
 
 KINDS = {
     400: "invalid_request_error",
@@ -86,8 +86,9 @@ class Choose(Body):
 
 
 class Thinking(Body):
-    harmless: ClassVar = frozenset({"budget_tokens", "display"})
+    harmless: ClassVar = frozenset({"display"})
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Whole | None = None
 
 
 class OutputFormat(Body):
@@ -175,6 +176,7 @@ def conversation_of(body: MessagesBody) -> Conversation:
         parallel=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
         schema=None if schema is None else (schema.schema, "output_format.schema"),
         effort=effort,
+        thought_budget=None if body.thinking is None else body.thinking.budget_tokens,
         goes_on=last.role == "assistant" and bool(last.text.strip()) and not last.calls,  # the answer's beginning
     )
 

@@ -159,6 +159,8 @@ class ChatBody(Options, kw_only=True):
     json_schema: dict[str, Any] | None = None
     guided_json: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+    thinking_budget_tokens: AtMost | None = None
+    thinking_token_budget: AtMost | None = None
     chat_template_kwargs: dict[str, Any] = {}
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
@@ -180,6 +182,7 @@ def read_chat(service: Service, body: ChatBody) -> Asked:
 def conversation_of(body: ChatBody, alternatives: int | None = None) -> Conversation:
     """The same for all APIs."""
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    budget = body.thinking_token_budget if body.thinking_budget_tokens is None else body.thinking_budget_tokens
     goes_on = body.continue_final_message
     if goes_on and not isinstance(body.messages[-1], Assistant):
         raise refuse("continue_final_message", "continue_final_message needs a last message of the assistant.")
@@ -194,6 +197,7 @@ def conversation_of(body: ChatBody, alternatives: int | None = None) -> Conversa
         schema=_schema_of(body),
         text_grammar=_text_grammar_of(body),
         effort=body.reasoning_effort,
+        thought_budget=budget,
         variables=body.chat_template_kwargs,
         goes_on=goes_on,
         begins=body.add_generation_prompt is not False,

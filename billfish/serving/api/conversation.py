@@ -41,11 +41,14 @@ def prepare(service: Service, asked: Conversation, format: Format) -> Asked:
     asked.settings.check(service.limits)
     service.template(asked.place)
     with _refusals():
-        made = prepare_chat(service.chat, _with_effort(service, asked))
+        made = prepare_chat(service.chat, _with_defaults(service, asked))
     prompt = service.encode(asked.place, made.text)
     requests = asked.settings.requests(asked.place, prompt, service.limits, service.defaults, made.shown)
     if format.telemetry is not None:
         requests = [replace(each, progress=True) for each in requests]
+    thought = made.thought
+    if thought is not None:  # a budget that cannot be used up costs nothing
+        requests = [replace(each, thought=thought) if thought.budget < each.max_tokens else each for each in requests]
     format.prompt = made.text.replace(MARK, "")
     choices = [Choice(made.reader()) for _ in requests]
     return Asked(requests, choices, format, grammar=made.grammar, empty=asked.settings.max_tokens == 0)
@@ -55,11 +58,12 @@ def render(service: Service, asked: Conversation) -> str:
     """The prompt's text. Names of control tokens that the client wrote have a `MARK` in them."""
     service.template(asked.place)
     with _refusals():
-        return chat.render(service.chat, _with_effort(service, asked))
+        return chat.render(service.chat, _with_defaults(service, asked))
 
 
-def _with_effort(service: Service, asked: Conversation) -> Conversation:
-    return replace(asked, effort=asked.effort or service.effort)
+def _with_defaults(service: Service, asked: Conversation) -> Conversation:
+    budget = service.budget if asked.thought_budget is None else asked.thought_budget
+    return replace(asked, effort=asked.effort or service.effort, thought_budget=budget)
 
 
 def call_of(place: str, id: str | None, name: str, arguments: object) -> Call:

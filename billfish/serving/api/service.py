@@ -61,12 +61,13 @@ class Service:
         *,
         strict_fields: bool = False,
         effort: str | None = None,
+        budget: int | None = None,
         verbose: bool = False,
     ) -> None:
-        """client: asks the engine. strict_fields: unknown fields of a body are refused. effort: of reasoning, for
-        requests that name none. verbose: every chat is told its prompt."""
+        """client: asks the engine. strict_fields: unknown fields of a body are refused. effort, budget: of reasoning,
+        for requests that name none. verbose: every chat is told its prompt."""
         self.client, self.model, self.facts, self.name = client, model, facts, name
-        self.strict_fields, self.effort, self.verbose = strict_fields, effort, verbose
+        self.strict_fields, self.effort, self.budget, self.verbose = strict_fields, effort, budget, verbose
         vocabulary = min(model.config.vocabulary, len(model.tokenizer.pieces))  # matrices may have more rows
         answers = min(facts.streams + facts.queue, MOST_ANSWERS)
         self.limits = Limits(facts.context, model.config.context, vocabulary, answers)

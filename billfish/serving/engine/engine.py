@@ -139,6 +139,8 @@ class Engine:
         if adapter is None:
             raise DataError(bad_argument(CALL, "adapter", repr(request.adapter), "the name of a loaded adapter"))
         matcher = None if request.grammar is None else request.grammar.matcher()
+        if request.thought is not None:
+            matcher = request.thought.matcher(self.model.tokenizer, self.model.config.vocabulary, matcher)
         ticket = Ticket(len(request.prompt), self._wake)
         ends, cuts = self.model.tokenizer.ends, self._cuts
         more: dict[str, Any] = {"context": self.context, "rows_again": self._rows_again, "adapter": adapter}

@@ -13,6 +13,7 @@ from billfish.llm.detokenizer import check_text_settings
 from billfish.llm.grammar import CompiledGrammar
 from billfish.llm.kv_cache import PageCounts
 from billfish.llm.sampler import Sampling, Scored
+from billfish.llm.thought_limit import ThoughtLimit
 
 CALL = "serving.Request"
 # How an answer can end: by the model's own end, its grammar's or a stop text; at max_tokens or the end of the context;
@@ -38,7 +39,7 @@ class Request:
     An answer that `max_tokens` cuts may be only the beginning of that. shown: control tokens whose names are part of
     the text. tenant: who asks; only prompts of the same tenant share a KV cache.
     adapter: the name of one that the model has loaded. draft: whether tokens may be drafted, if the engine does so.
-    progress: whether the prefill is reported (`Chosen.progress`).
+    progress: whether the prefill is reported (`Chosen.progress`). thought: the limit of thoughts.
     """
 
     prompt: list[int]
@@ -52,6 +53,7 @@ class Request:
     adapter: str | None = None
     draft: bool = True
     progress: bool = False
+    thought: ThoughtLimit | None = None
 
     @property
     def owner(self) -> bytes:

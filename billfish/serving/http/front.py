@@ -32,7 +32,7 @@ class Front(FrontServer):
         model.adapters = {name: number for number, name in enumerate(told.adapters)}
         facts = EngineFacts(told.streams, told.context, told.queue, told.nbytes)
         client = EngineClient(model.tokenizer)
-        asking: dict[str, Any] = {"effort": told.effort, "verbose": told.verbose}
+        asking: dict[str, Any] = {"effort": told.effort, "budget": told.budget, "verbose": told.verbose}
         service = Service(client, model, facts, told.name, strict_fields=told.strict_fields, **asking)
         service.warm_up()
         super().__init__(

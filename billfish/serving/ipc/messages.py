@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import msgspec
 
 from billfish.llm.sampler import Sampling
+from billfish.llm.thought_limit import ThoughtLimit
 from billfish.serving.engine.engine_settings import EngineSettings
 from billfish.serving.engine.requests import Request
 
@@ -160,8 +161,8 @@ class Reply(Message):
 
 class Configure(Message):
     """The first message to a front. path: of the model. streams, context, queue, nbytes: of the engine. keys: digests.
-    effort: of reasoning. verbose: every chat is told its prompt. fronts: how many share the server's limits. adapters:
-    names."""
+    effort, budget: of reasoning. verbose: every chat is told its prompt. fronts: how many share the server's limits.
+    adapters: names."""
 
     path: str
     name: str
@@ -171,6 +172,7 @@ class Configure(Message):
     nbytes: int
     strict_fields: bool
     effort: str | None
+    budget: int | None
     verbose: bool
     keys: list[bytes]
     hosts: list[str]
@@ -234,9 +236,11 @@ def packed(request: Request) -> dict[str, Any]:
     found = {each.name: getattr(request, each.name) for each in fields(request) if each.name not in HERE}
     sampling = request.sampling
     found["sampling"] = {each.name: getattr(sampling, each.name) for each in fields(sampling)}
+    found["thought"] = None if request.thought is None else asdict(request.thought)
     return found
 
 
 def unpacked(given: dict[str, Any], **more: Any) -> Request:
     """The request of `packed`. more: what it does not have."""
-    return Request(**{**given, "sampling": Sampling(**given["sampling"])}, **more)
+    thought = None if given["thought"] is None else ThoughtLimit(**given["thought"])
+    return Request(**{**given, "sampling": Sampling(**given["sampling"]), "thought": thought}, **more)

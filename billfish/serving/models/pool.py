@@ -66,13 +66,14 @@ class ModelPool(Models):
         on_gpu: bool,
         strict_fields: bool = False,
         effort: str | None = None,
+        budget: int | None = None,
         verbose: bool = False,
     ) -> None:
         """settings: of every engine. memory: bytes of all loaded models together, weights and KV caches. effort: of
         reasoning, for requests that name none. verbose: every chat is told its prompt."""
         super().__init__(PoolClient(self), strict_fields)
         self.memory, self._settings, self._on_gpu = memory, settings, on_gpu
-        self._asking: dict[str, Any] = {"effort": effort, "verbose": verbose}
+        self._asking: dict[str, Any] = {"effort": effort, "budget": budget, "verbose": verbose}
         self.entries = {named.name: Entry(named) for named in catalog}
         self._by_name = dict(self.entries)
         for entry in self.entries.values():
