@@ -24,6 +24,7 @@ BLOCKS = {
     "q8_0": np.dtype([("scale", "<f2"), ("codes", "i1", BLOCK)]),
     "mxfp4": np.dtype([("scale", "u1"), ("codes", "u1", BLOCK // 2)]),
 }
+PERIOD = 4194301  # a prime: no row is another one
 NORMAL, CONTROL = 1, 3  # kinds of tokens
 CODE_DEVIATION = {"q4_0": 4.6, "q8_0": 73.9, "mxfp4": 2.8}  # of codes from -8 to 7, of bytes, and of E2M1
 Tensors = list[tuple[str, str, tuple[int, ...]]]  # names in GGUF, types and shapes
@@ -220,8 +221,11 @@ def pieces(count: int) -> list[str]:
 
 
 def random_blocks(rng: np.random.Generator, n: int, k: int, blocks: str = "q4_0") -> NDArray[np.uint8]:
-    """W [n, k] as bytes [n, k / 32 * 18], or 17 for mxfp4, 34 for q8_0. A row of x of size 1 gives a row of y of about
-    size 1."""
+    """W [n, k] as bytes [n, k / 32 * 18], or 17 for mxfp4, 34 for q8_0; for f16, normal numbers, of which PERIOD are
+    repeated. A row of x of size 1 gives a row of y of about size 1."""
+    if blocks == "f16":
+        some = rng.standard_normal(min(n * k, PERIOD), np.float32) / np.float32(np.sqrt(k))
+        return np.resize(some.astype(np.float16), (n, k)).view(np.uint8)
     block = BLOCKS[blocks]
     size = n * k // BLOCK * block.itemsize
     data = rng.integers(0, 1 << 64, -(-size // 8), np.uint64).view(np.uint8)[:size]  # faster than rng.bytes

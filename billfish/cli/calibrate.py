@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="GGUF file, model folder, or safetensors file with config.json and tokenizer.json beside it; it runs on "
-        f"the CPU (default: {DEFAULT})",
+        help="GGUF file, model folder, or safetensors file with config.json and tokenizer.json beside it "
+        f"(default: {DEFAULT})",
     )
     parser.add_argument("--text", metavar="FILE", help="calibration text, in UTF-8 (default: a built-in text)")
     parser.add_argument(
@@ -40,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="split the text into windows of N tokens, each run with an empty context "
         "(default: 512, or the model's context length if shorter)",
     )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="DEVICE",
+        help="cpu, cuda, cuda:N, or auto: the first NVIDIA GPU if it can calibrate the model, else the CPU "
+        "(default: auto)",
+    )
     parser.add_argument("--force", action="store_true", help="replace STATS if it exists (default: off)")
     add_threads(parser)
 
@@ -56,8 +63,9 @@ def run(arguments: argparse.Namespace) -> None:
         hessian=arguments.hessian,
         tokens=arguments.tokens,
         window=arguments.window,
+        device=arguments.device,
         overwrite=arguments.force,
     )
     out = Path(arguments.out)
-    about = f"{len(statistics)} matrices, {statistics.tokens} tokens in windows of {statistics.window}, on the CPU"
+    about = f"{len(statistics)} matrices, {statistics.tokens} tokens in windows of {statistics.window}"
     print(f"{out.name}: {about}; {out.stat().st_size / 1e6:.1f} MB")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -14,7 +15,9 @@ from billfish.core.extras import how_to_install
 from billfish.core.machine import memory_bytes
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.model_weights import CALL, ModelTensors
+from billfish.models.description import Model
 
+LOG = logging.getLogger(__name__)
 DEVICES = "cpu, cuda, cuda:N, metal, metal-emulator, or auto (the first GPU, else the CPU)"
 METAL = ("metal", "metal-emulator")
 
@@ -62,6 +65,27 @@ def make_decoder(device: str, tensors: ModelTensors) -> Decoder:
     from billfish.llm.cuda import CudaDecoder
 
     return CudaDecoder(tensors, int(device.removeprefix("cuda:")))
+
+
+def device_of_layers(call: str, device: str, model: Model) -> str:
+    """Where a text runs through a model layer by layer, as for statistics: "cpu" or "cuda:N". Of "auto", a GPU if it
+    can; another device that cannot is an error."""
+    chosen = check_device(device)
+    if chosen == "auto":
+        chosen = _best_device()
+    reason = ""
+    if chosen in METAL:
+        reason = f"{chosen} cannot calibrate"
+    elif chosen != "cpu":
+        from billfish.llm.cuda_layers import why_not
+
+        strange = why_not(model)
+        reason = f"{chosen} cannot calibrate {strange}" if strange else ""
+    if reason and device != "auto":
+        raise BackendUnavailable(failure(call, reason, "Use device cpu."))
+    if reason:
+        LOG.info("%s: %s; the CPU does", call, reason)
+    return "cpu" if reason else chosen
 
 
 def is_gpu(device: str) -> bool:

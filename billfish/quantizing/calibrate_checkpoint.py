@@ -2,7 +2,8 @@
 
 All windows of the text pass one layer, then the next, so the sums of one layer are in memory at a time, whatever X^T X
 of all of them takes. Between layers, hidden states [tokens, hidden] are in files beside the output. A layer that is
-done is written, so a run that was killed goes on with the layer that it was at, to the same bits.
+done is written, so a run that was killed goes on with the layer that it was at, to the same bits. On a GPU, layers and
+their sums are in its memory.
 
 For sequential GPTQ, two models go side by side: the float one, and one whose matrices are quantized as soon as their
 sums are there. The sums are of the second model's inputs, and of their products with the first one's. A layer takes
@@ -24,7 +25,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,7 @@ from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.version import __version__
 from billfish.llm.cpu import EXPERT_INPUT, CpuDecoder, Enough, Observe, inputs_of
+from billfish.llm.devices import device_of_layers
 from billfish.llm.model import load
 from billfish.llm.model_files import open_source
 from billfish.llm.model_weights import ExpertTensor, ModelTensors, Tensor
@@ -53,6 +55,9 @@ from billfish.ops.quantization import quantize
 from billfish.statistics.inputs import CALL, InputStatistics, Sums
 from billfish.statistics.statistics import Statistics
 from billfish.statistics.statistics_file import About, Inputs, Part, check_suffix, output_file
+
+if TYPE_CHECKING:
+    from billfish.llm.cuda_layers import CudaLayers, CudaSums
 
 TOKENS, WINDOW = 32768, 512
 DEFAULT_NAME = "the text that billfish carries"
@@ -78,6 +83,7 @@ class Calibration:
     hessian: bool
     sources: Identity
     formats: Mapping[str, tuple[Format, int]] | None = None  # of the matrices that are quantized layer by layer
+    device: str = "cpu"  # or "cuda:N"
 
     def sequential(self, quantization: Quantization, requantize: bool) -> Calibration | None:
         """The same beside a model that is quantized layer by layer; None for models that cannot be run so: an encoder,
@@ -94,11 +100,17 @@ class Calibration:
             if choice is None or (about.format is not None and not requantize) or shape[-1] % choice[0].block_size:
                 continue
             formats[name] = choice[0], choice[0].check_group_size(CALL, choice[1], shape[-1])
-        return replace(self, formats=formats)
+        return replace(self, formats=formats, device="cpu")
 
     @classmethod
     def of(
-        cls, path: Path, text: str | os.PathLike[str] | None, hessian: bool, tokens: int, window: int | None
+        cls,
+        path: Path,
+        text: str | os.PathLike[str] | None,
+        hessian: bool,
+        tokens: int,
+        window: int | None,
+        device: str = "cpu",
     ) -> Calibration:
         """Raises for a model, a text or sizes that it cannot be computed for."""
         source = open_source(path)
@@ -111,7 +123,8 @@ class Calibration:
         content, name = named_text(text)
         windows = windows_of(source.tokenizer(), content, tokens, window)
         tensors = ModelTensors(source, config)
-        return cls(path, tensors, name, windows, window, hessian, identity(source.tensors.files))
+        where, files = device_of_layers(CALL, device, config), identity(source.tensors.files)
+        return cls(path, tensors, name, windows, window, hessian, files, device=where)
 
     @property
     def tokens(self) -> int:
@@ -120,7 +133,7 @@ class Calibration:
     @property
     def run(self) -> str:
         """A digest of all that the statistics depend on."""
-        content: list[Any] = [__version__, self.sources, self.windows, self.hessian]
+        content: list[Any] = [__version__, self.sources, self.windows, self.hessian, self.device.partition(":")[0]]
         if self.formats is not None:
             content.append({name: (format.name, size) for name, (format, size) in self.formats.items()})
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -210,8 +223,14 @@ class Layers:
         self._quantized = set[int]()  # layers that the decoder has no floats of
 
     @functools.cached_property
-    def _decoder(self) -> CpuDecoder:
+    def _decoder(self) -> CpuDecoder | CudaLayers:
         """Read when the first layer is asked for: a file that is complete needs no model."""
+        if self._calibration.device != "cpu":
+            from billfish.llm.cuda_layers import CudaLayers
+
+            source, config = self._calibration.tensors.source, self._calibration.tensors.config
+            ordinal = int(self._calibration.device.removeprefix("cuda:"))
+            return CudaLayers(ModelTensors(source, config, self._converted), ordinal)
         decoder = load(self._calibration.path, device="cpu", convert=self._converted).decoder
         assert isinstance(decoder, CpuDecoder)
         return decoder
@@ -235,17 +254,20 @@ class Layers:
                 sums[EMBEDDING_INPUT].add(states)
         if layer == last:
             for truth, states in zip(self._states(layer), self._states(layer, sequential), strict=True):
-                rows = self._decoder.normalize(states)
-                sums[HEAD_INPUT].add(rows)
-                if inputs[HEAD_INPUT].cross:
-                    sums[HEAD_INPUT].add_cross(rows, self._decoder.normalize(truth))
+                for start in range(0, len(states), self._decoder.chunk):
+                    rows = self._decoder.normalize(states[start : start + self._decoder.chunk])
+                    sums[HEAD_INPUT].add(rows)
+                    if inputs[HEAD_INPUT].cross:
+                        others = self._decoder.normalize(truth[start : start + self._decoder.chunk])
+                        sums[HEAD_INPUT].add_cross(rows, others)
         else:
             self._pass(layer, lambda _, number, expert, rows: sums[number].add(rows, None if expert < 0 else expert))
         return [known.finish(inputs[number].names[0]) for number, known in sums.items()]
 
-    def _sums(self, layer: int, numbers: Iterable[int]) -> dict[int, Sums]:
+    def _sums(self, layer: int, numbers: Iterable[int]) -> dict[int, Sums | CudaSums]:
         inputs, hessian = self._calibration.inputs[layer], self._calibration.hessian
-        return {number: Sums(inputs[number].shape, hessian, inputs[number].cross) for number in numbers}
+        make = Sums if isinstance(self._decoder, CpuDecoder) else self._decoder.sums
+        return {number: make(inputs[number].shape, hessian, inputs[number].cross) for number in numbers}
 
     # ---- sequential GPTQ ------------------------------------------------------------------------------------------
 
@@ -385,18 +407,21 @@ def calibrate_checkpoint(
     hessian: bool = False,
     tokens: int = TOKENS,
     window: int | None = None,
+    device: str = "auto",
     overwrite: bool = False,
     progress: bool = True,
 ) -> Statistics:
     """Run a text through a language model and write statistics of its activations: what `billfish calibrate` does.
 
-    It runs on the CPU, in float32. If the process is killed, the same call continues where it was, to the same bits.
+    It runs in float32 on the CPU, and with activations in float16 on a GPU. If the process is killed, the same call
+    continues where it was, to the same bits.
 
     src: a model that :func:`billfish.llm.load` takes. dst: a file to create: .safetensors, or .gguf for llama.cpp's
     imatrix.
     text: a file in UTF-8; None is a text that the package carries.
     hessian: whether to keep X^T X [K, K] of each input, too.
     tokens: at most so many, from the text's beginning. window: tokens that see each other (512, or the context).
+    device: "cpu", "cuda" or "cuda:N"; "auto" is the first GPU, or the CPU for models that only it can calibrate.
     overwrite: whether a `dst` that exists is replaced. progress: whether to draw a bar on terminals.
 
     Returns the Statistics. Raises ModelError for a model that cannot be run, and DataError for a text without enough
@@ -408,7 +433,7 @@ def calibrate_checkpoint(
     """
     out = path_of(CALL, dst)
     check_suffix(out, hessian, WRITABLE)
-    calibration = Calibration.of(path_of(CALL, src), text, hessian, tokens, window)
+    calibration = Calibration.of(path_of(CALL, src), text, hessian, tokens, window, device)
     calibration.write(out, progress, overwrite)
     return Statistics.load(out)
 

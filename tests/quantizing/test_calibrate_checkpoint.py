@@ -124,7 +124,7 @@ def test_the_command(tmp_path, capsys):
     model, out = str(tmp_path / "model.gguf"), tmp_path / "imatrix.gguf"
     assert main(["calibrate", model, "--text", str(text), "-o", str(out), "--tokens", "100", "--window", "32"]) == 0
     said = capsys.readouterr()
-    assert said.out.startswith("imatrix.gguf: 15 matrices, 100 tokens in windows of 32, on the CPU; 0.0 MB")
+    assert said.out.startswith("imatrix.gguf: 15 matrices, 100 tokens in windows of 32; 0.0 MB")
     assert Statistics.load(out).texts == ("text.txt",)
     assert main(["calibrate", model, "-o", str(tmp_path / "s.safetensors"), "--tokens", "50"]) == 0
     assert "--text FILE" in capsys.readouterr().err

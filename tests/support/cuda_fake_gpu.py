@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from cuda_fake import FakeDriver, Names
 
-from billfish.backends.cuda import decoder, step_memory
+from billfish.backends.cuda import decoder, input_sums, step_memory
 from billfish.backends.cuda.late_rows import LATE_ROW, MOST_SCORED, SCORED_TOKEN
 from billfish.llm import cuda, cuda_kv_cache, cuda_sampling, cuda_states, cuda_steps
 from billfish.llm.sampler import ADJUSTMENT, Sampling, choose_token, with_best
@@ -38,12 +38,13 @@ class FakeGpu(FakeDriver):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
-        for module in (decoder, step_memory, cuda, cuda_kv_cache, cuda_sampling, cuda_states, cuda_steps):
+        for module in (decoder, input_sums, step_memory, cuda, cuda_kv_cache, cuda_sampling, cuda_states, cuda_steps):
             monkeypatch.setattr(module, "driver", lambda: self)
         monkeypatch.setattr(decoder, "compile_together", lambda *_: None)
         self.capture: list[Any] | None = None
         self.graphs: dict[int, list[Any]] = {}
-        self.objects: set[int] = set()
+        self.objects: set[int] = set()  # streams and events
+        self.made = 0  # so many of them, ever
         self.host: dict[int, np.ndarray] = {}
         self.fed: list[list[tuple[int, int, int]]] = []
         self.fail_at: str = ""
@@ -53,8 +54,9 @@ class FakeGpu(FakeDriver):
         self._adjusted = 0  # where adjusted logits are
 
     def _new(self) -> int:
-        self.objects.add(1 + len(self.objects) + len(self.graphs))
-        return max(self.objects)
+        self.made += 1
+        self.objects.add(self.made)
+        return self.made
 
     def CUevent(self, handle: int) -> int:
         return handle

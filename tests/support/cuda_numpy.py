@@ -144,6 +144,16 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
         rows = grid[0]
         view(out, np.float16, rows, k)[:] = view(x, np.float16, rows, k)[:, view(order, np.int32, k)]
 
+    def add_outer(
+        self, macros: dict[str, str], grid: tuple[int, ...], x: int, y: int, sums: int, rows: int, k: int, n: int
+    ) -> None:
+        left, right = (view(at, np.float16, rows, width).astype(np.float32) for at, width in ((x, k), (y, n)))
+        view(sums, np.float32, k, n)[:] += left.T @ right
+
+    def add_squares(self, macros: dict[str, str], grid: tuple[int, ...], x: int, sums: int, rows: int, k: int) -> None:
+        numbers = view(x, np.float16, rows, k).astype(np.float64)
+        view(sums, np.float64, k)[:] += np.square(numbers).sum(axis=0)
+
     def gate(
         self, macros: dict[str, str], grid: tuple[int, ...], gates: int, numbers: int, out: int, rows: int,
         columns: int, stride: int,

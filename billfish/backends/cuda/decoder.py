@@ -16,15 +16,19 @@ backends/cpu/decoder is the CPU's.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from billfish.backends.cuda.attention import DeviceAttention, power_of_two
 from billfish.backends.cuda.block import DeviceBlock
-from billfish.backends.cuda.driver import Buffer, KernelLaunch, check, compile_together, driver
+from billfish.backends.cuda.driver import Buffer, KernelLaunch, check, compile_together, copy_in, driver
 from billfish.backends.cuda.embedding import DeviceEmbedding, DeviceLayerInputs
 from billfish.backends.cuda.late_rows import LateMemory
-from billfish.backends.cuda.launcher import DeviceMatrix, Launcher
+from billfish.backends.cuda.launcher import DeviceMatrix, Launcher, Observe
 from billfish.backends.cuda.plans import most_work
 from billfish.backends.cuda.step_memory import Batch, StepMemory, largest
 
@@ -114,18 +118,39 @@ class DeviceDecoder:
         self._launcher.activations = activations
         self._run(stream, step, batch, range(len(self.blocks)))
 
+    @contextmanager
+    def observed(self, observe: Observe) -> Iterator[None]:
+        """Steps meanwhile tell what matrices multiply; see `Launcher`."""
+        self._launcher.observe = observe
+        try:
+            yield
+        finally:
+            self._launcher.observe = None
+
+    def run_from(self, stream: int, step: StepMemory, batch: Batch, states: NDArray[np.float32]) -> None:
+        """All blocks, from hidden states [rows, hidden] of the host instead of embeddings. A batch may have more
+        rows."""
+        self._launcher.activations = "exact"
+        step.use(batch)
+        self.embedding.run(self._launcher, stream, step, batch.rows)  # for the angles
+        copy_in(step.at("hidden"), states, stream)
+        self._run_blocks(stream, step, batch, range(len(self.blocks)))
+
     def _run(self, stream: int, step: StepMemory, batch: Batch, blocks: Sequence[int]) -> None:
         launcher = self._launcher
         step.use(batch)
         self.embedding.run(launcher, stream, step, batch.rows)
         if self.layer_inputs is not None:
             self.layer_inputs.run(launcher, stream, step, batch.rows)
-        around = [None, *self.blocks, None]
-        for i in blocks:
-            self.blocks[i].run(launcher, stream, step, batch, around[i], around[i + 2])
+        self._run_blocks(stream, step, batch, blocks)
         if batch.scored:
             self.finish(stream, step, batch.scored, which=step.at("scored"))
             self.score(stream, step, batch.scored)
+
+    def _run_blocks(self, stream: int, step: StepMemory, batch: Batch, blocks: Sequence[int]) -> None:
+        around = [None, *self.blocks, None]
+        for i in blocks:
+            self.blocks[i].run(self._launcher, stream, step, batch, around[i], around[i + 2])
 
     def finish(self, stream: int, step: StepMemory, rows: int, *, added: bool = True, which: int = 0) -> None:
         """Take in the last block's output, and normalize rows for the head: all, or those at `which`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ class FoldedNorms:
 
 
 UNFOLDED = FoldedNorms()
+Observe = Callable[[DeviceMatrix, int, int], object]  # gets the first of some matrices, the address of x, and its rows
 
 
 class Launcher:
@@ -63,6 +64,8 @@ class Launcher:
 
     heard: where it is a set, launches are put into it to be compiled, and nothing is launched. activations: of x in
     products of many rows, "exact", "fp8" or "q8". batch_invariant: a sequence gets the same bits in any batch.
+    observe: where it is a function, it is called before matrices multiply x [rows, k]. No norm is folded then, so x is
+    what weights are multiplied with.
     """
 
     def __init__(self, hidden: int, epsilon: float, *, bfloat16: bool = False, ordinal: int = 0) -> None:
@@ -72,6 +75,7 @@ class Launcher:
         self.batch_invariant = False
         self.activations = "exact"
         self.heard: set[KernelLaunch] | None = None
+        self.observe: Observe | None = None
 
     def launch(
         self,
@@ -110,6 +114,8 @@ class Launcher:
 
         normed: rows of x lack the factor of their norm. after: see `output`.
         """
+        if self.observe is not None and self.heard is None:
+            self.observe(matrices[0], x, rows)
         norm: str | None = None
         fold: tuple[int | float, ...] = ()
         if normed or after is not None:
@@ -156,7 +162,7 @@ class Launcher:
     ) -> NextNorm | None:
         """A norm between a part's `output` and the next part's `inputs`, if these can take it over; else None."""
         plain = residual.post_norm is None and residual.output_scale == 1
-        if weight is None or not plain or self.hidden % NORM_COLUMNS:
+        if weight is None or not plain or self.hidden % NORM_COLUMNS or self.observe is not None:
             return None
         if not all(can_fold(self._gemm(matrix, rows), self.device) for matrix in (output, *inputs)):
             return None

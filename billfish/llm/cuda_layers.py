@@ -1,0 +1,214 @@
+"""The layers of a model on a GPU, one at a time: what a text's activations are, for statistics.
+
+A layer's weights are read when it runs, so the device holds one layer, its sums, and a step's memory. Hidden states
+come from the host and go back to it. Methods are as those of the CPU's decoder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from threading import RLock
+
+import numpy as np
+
+from billfish.backends.cuda.compile import check_compiler
+from billfish.backends.cuda.decoder import DeviceDecoder
+from billfish.backends.cuda.device_weights import DeviceWeights
+from billfish.backends.cuda.driver import OutOfMemory, Stream, copy_in, current, device, synchronize
+from billfish.backends.cuda.embedding import DeviceEmbedding
+from billfish.backends.cuda.input_sums import DeviceRows, DeviceSums
+from billfish.backends.cuda.launcher import DeviceMatrix, Launcher
+from billfish.backends.cuda.step_memory import PAGE, Batch
+from billfish.core.errors import BackendUnavailable, failure
+from billfish.core.tensor import QuantizedTensor
+from billfish.llm.cpu import Enough
+from billfish.llm.cuda import CHUNK, FEW_CHUNK
+from billfish.llm.cuda_blocks import BlockMaker
+from billfish.llm.cuda_kv_cache import CudaCache, SequencePool
+from billfish.llm.cuda_steps import CudaSteps, Fed, Scratch
+from billfish.llm.cuda_weights import GpuWeights
+from billfish.llm.kv_cache import Floats
+from billfish.llm.model_weights import ModelTensors
+from billfish.models.description import Attention, Dense, Model
+from billfish.ops.matmul import dequantize
+from billfish.statistics.inputs import CALL, InputStatistics
+
+# Gets a layer, one of its inputs, -1 for no expert, and rows that are there until it returns.
+ObserveRows = Callable[[int, int, int, DeviceRows], object]
+
+
+def why_not(model: Model) -> str:
+    """What of a model cannot be observed on a GPU, or ""."""
+    if model.encoder is not None:
+        return "encoders"
+    if model.per_layer_embedding is not None:
+        return "models with embeddings per layer"
+    if any(isinstance(block.mixer, Attention) and block.mixer.shares is not None for block in model.blocks):
+        return "models whose layers share keys and values"
+    if any(not isinstance(block.feed_forward, Dense) for block in model.blocks):
+        return "mixtures of experts"
+    return ""
+
+
+class CudaLayers:
+    """tensors: of a model that `why_not` says nothing about. It has the tensors that it has when a layer is read."""
+
+    def __init__(self, tensors: ModelTensors, ordinal: int) -> None:
+        gpu = device(ordinal)
+        check_compiler()
+        self.tensors, self.config, self._ordinal, self._name = tensors, tensors.config, ordinal, gpu.name
+        self.device, self.chunk = f"cuda:{ordinal}", CHUNK if gpu.capability == (9, 0) else FEW_CHUNK
+        self._launcher = Launcher(self.config.hidden, self.config.norm_epsilon, ordinal=ordinal)
+        self._layer = -1
+        with self._room():
+            weights = GpuWeights(tensors, ordinal)
+            self._maker = BlockMaker(self.config, weights)
+            self._stream = Stream(ordinal)
+            self._pool = SequencePool(self._maker.layout, self._stream, RLock())
+            self._scratch = Scratch(self._maker.layout, ordinal)
+            # Hidden states take the place of its rows, so it has one.
+            self._nothing = DeviceWeights.pack_plain(np.zeros((1, self.config.hidden), np.float16), f"cpu:{ordinal}")
+            self._ropes = self._maker.ropes()
+            last_norm = tensors.vector(self.config.final_norm) / np.float32(self.config.logit_scale)
+            self._last_norm = weights.send(last_norm)
+
+    def cache(self, capacity: int) -> CudaCache:
+        return CudaCache(self.config, self._pool, capacity)
+
+    def embed(self, tokens: list[int]) -> Floats:
+        """The rows of the embedding: [tokens, hidden]."""
+        table = self.tensors.table(self.config.embedding)
+        rows = dequantize(table.take_rows(tokens)) if isinstance(table, QuantizedTensor) else table[tokens]
+        return rows.astype(np.float32) * np.float32(self.config.embedding_scale)
+
+    def run_layer(
+        self, layer: int, tokens: list[int], x: Floats, source: Floats | None, cache: CudaCache,
+        observe: ObserveRows | None,
+    ) -> None:  # fmt: skip
+        """The hidden states x [tokens, hidden] of a text, from its beginning, through one layer, in place.
+
+        observe: gets what the layer's products multiply. Where it raises `Enough`, x has no meaning afterwards.
+        """
+        assert source is None, "no layer has keys of another one"
+        with self._room(), current(self._ordinal), cache.lock:
+            steps = self._read(layer)
+            cache.rollback(0)
+            cache.reserve(len(x))
+            for start in range(0, len(x), self.chunk):
+                part = x[start : start + self.chunk]
+                with contextlib.suppress(Enough):
+                    part[:] = steps.leaving(cache, part, observe)
+                cache.tokens += [0] * len(part)
+                if cache.states is not None:
+                    cache.states.done(len(cache.tokens))
+
+    def read_layer_again(self, layer: int) -> None:
+        """When its tensors have changed."""
+        if self._layer == layer:
+            self._layer = -1
+
+    def normalize(self, hidden: Floats) -> DeviceRows:
+        """Hidden states [m, hidden] behind the last norm, up to `chunk` of them: there until the next call."""
+        with self._room(), current(self._ordinal):
+            return self._read(self._layer if self._layer >= 0 else self.config.layers - 1).normalized(hidden)
+
+    def sums(self, shape: Sequence[int], outer: bool, cross: bool) -> CudaSums:
+        """For the inputs [K] of a layer's matrices."""
+        [k] = shape
+        with self._room():
+            return CudaSums(DeviceSums(k, outer, cross, self._ordinal), self._launcher, self._stream)
+
+    def _read(self, layer: int) -> LayerSteps:
+        """The steps of one layer, whose weights are on the device then."""
+        if self._layer != layer:
+            self._layer, self._steps = -1, None  # the memory of the one before first
+            block = self._maker.block(layer)
+            nothing, config = self._nothing, self.config
+            decoder = DeviceDecoder(
+                [block],
+                DeviceEmbedding(nothing, self._ropes),
+                DeviceMatrix(nothing),
+                self._last_norm,
+                epsilon=config.norm_epsilon,
+                tables=len(self._maker.layout.tables),
+                ordinal=self._ordinal,
+            )
+            self._steps = LayerSteps(layer, decoder, self._stream, self._scratch, self.chunk, config.context)
+            self._steps.grow(1)
+            self._layer = layer
+        assert self._steps is not None
+        return self._steps
+
+    _steps: LayerSteps | None = None
+
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
+        """Says what to do where memory ends."""
+        try:
+            yield
+        except OutOfMemory:
+            problem = f"{self._name} has no memory for one layer and the sums of its inputs"
+            raise BackendUnavailable(
+                failure(CALL, problem, "Use device cpu, or a GPU that nobody else uses.")
+            ) from None
+
+
+class LayerSteps(CudaSteps):
+    """Steps through a single layer, whose inputs somebody sees. Launches are made one by one."""
+
+    def __init__(
+        self, layer: int, decoder: DeviceDecoder, stream: Stream, scratch: Scratch, chunk: int, context: int
+    ) -> None:
+        super().__init__(decoder, stream, scratch, chunk=chunk, most_rows=chunk + 1, pages=-(-context // PAGE))
+        self._layer, self._prepared = layer, set[Batch]()
+        [block] = decoder.blocks
+        *first, output = block.mixer.matrices
+        *opening, down = block.feed_forward.matrices
+        numbered = (first, [output], opening, [down])  # as `LayerInput` of the CPU's decoder
+        self._numbers = {id(matrix): number for number, part in enumerate(numbered) for matrix in part}
+
+    def leaving(self, cache: CudaCache, states: Floats, observe: ObserveRows | None) -> Floats:
+        """What leaves the layer, of hidden states [rows, hidden] behind those that the cache has."""
+        self._entering, self._observe = states, observe
+        return self.hidden([Fed(cache, [0] * len(states), 0, True, ())], "exact")
+
+    def _issue(self, batch: Batch, activations: str) -> None:
+        with self._layers.observed(self._seen):
+            if batch not in self._prepared:
+                self._layers.prepare(self.memory, batch)
+                self._prepared.add(batch)
+            self._layers.run_from(self._stream.pointer, self.memory, batch, self._entering)
+
+    def _seen(self, matrix: DeviceMatrix, x: int, rows: int) -> None:
+        """Rows that fill up a step are nobody's."""
+        if self._observe is not None:
+            real, k = len(self._entering), matrix.weights.shape[1]
+            self._observe(self._layer, self._numbers[id(matrix)], -1, DeviceRows(x, real, k))
+
+    def normalized(self, hidden: Floats) -> DeviceRows:
+        copy_in(self.memory.at("hidden"), np.ascontiguousarray(hidden), self._stream.pointer)
+        self._layers.finish(self._stream.pointer, self.memory, len(hidden), added=False)
+        return DeviceRows(self.memory.at("x"), *hidden.shape)
+
+
+class CudaSums:
+    """What becomes InputStatistics of x [K], on a GPU: as `Sums`."""
+
+    def __init__(self, sums: DeviceSums, launcher: Launcher, stream: Stream) -> None:
+        self._sums, self._launcher, self._stream, self._count = sums, launcher, stream, 0
+
+    def add(self, rows: DeviceRows, expert: int | None = None) -> None:
+        self._count += rows.rows
+        with current(self._launcher.ordinal):
+            self._sums.add(self._launcher, self._stream.pointer, rows)
+
+    def finish(self, name: str) -> InputStatistics:
+        """The statistics; raises for inputs that were not finite."""
+        stream = self._stream.pointer
+        with current(self._launcher.ordinal):
+            synchronize(stream)
+            squares, outer, cross = (get(stream) for get in (self._sums.squares, self._sums.outer, self._sums.cross))
+        known = InputStatistics(squares, np.array(self._count), outer, cross)
+        known.check(name)
+        return known

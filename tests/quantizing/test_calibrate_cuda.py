@@ -1,0 +1,158 @@
+"""Statistics of a model on a fake GPU, whose kernels NumPy computes, beside the CPU's; on a GPU, if there is one."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cuda_numpy import NumpyGpu
+from llm_architectures import write_model
+from llm_models import Small
+from llm_models import write_model as write_small
+
+import billfish as bf
+from billfish.backends.cuda import driver
+from billfish.cli.main import main
+from billfish.llm.cuda_layers import LayerSteps
+from billfish.statistics import Statistics
+
+TEXT = "ab abba, what is this? A few words of a text; 12 numbers and more. " * 6
+OF_NORM = 1e-2  # what float16 between products may change of X^T X, of few tokens and a random model
+
+
+class NoMemory(int):
+    name = "CUDA_ERROR_OUT_OF_MEMORY"
+
+
+def has_gpu() -> bool:
+    try:
+        driver.device()
+    except bf.BackendUnavailable:
+        return False
+    return True
+
+
+@pytest.fixture
+def gpu(monkeypatch, request):
+    """A fake one, unless there is one. All that was taken of it is given back."""
+    if has_gpu():
+        yield None
+        return
+    fake = NumpyGpu(monkeypatch)
+    yield fake
+    request.node.funcargs.clear()
+    gc.collect()
+    assert not fake.live
+    monkeypatch.undo()
+    fake.forget()
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+def on(device: str, model: Path, text: Path, **options) -> Statistics:
+    out = model.parent / f"{device}-{model.name}.safetensors"
+    settings = {"text": text, "tokens": 150, "window": 40, "hessian": True, "progress": False, **options}
+    return bf.calibrate_checkpoint(model, out, device=device, **settings)
+
+
+def assert_alike(found: Statistics, expected: Statistics) -> None:
+    assert [*found] == [*expected]
+    for name, known in expected.items():
+        np.testing.assert_array_equal(found[name].counts, known.counts)
+        for ours, theirs in ((found[name].outer, known.outer), (found[name].squares, known.squares)):
+            if theirs is None:
+                assert ours is None
+            else:
+                assert np.linalg.norm(ours - theirs) <= OF_NORM * np.linalg.norm(theirs), name
+
+
+@pytest.mark.parametrize("small", [Small(), Small("qwen2", quantization="F32"), Small("gemma", tied=True)])
+def test_sums_are_the_cpus(gpu, tmp_path, text, small):
+    model = tmp_path / "model.gguf"
+    write_small(model, small)
+    assert_alike(on("cuda", model, text), on("cpu", model, text))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "olmo3", "qwen35", "granitehybrid", "lfm2"])
+def test_sums_of_other_layers_are_the_cpus(gpu, tmp_path, text, name):
+    model = tmp_path / "model"
+    model.mkdir()
+    write_model(model, name, max_position_embeddings=256)
+    assert_alike(on("cuda", model, text), on("cpu", model, text))
+
+
+def test_a_window_longer_than_a_step(gpu, tmp_path, text, monkeypatch):
+    """Its pieces see each other, and without X^T X the squares are the same."""
+    write_small(tmp_path / "model.gguf", Small())
+    monkeypatch.setattr("billfish.llm.cuda_layers.CHUNK", 24)
+    found = on("cuda", tmp_path / "model.gguf", text, window=100)
+    assert_alike(found, on("cpu", tmp_path / "model.gguf", text, window=100))
+    squares = bf.calibrate_checkpoint(
+        tmp_path / "model.gguf", tmp_path / "squares.safetensors", text=text, tokens=150, window=100, device="cuda",
+        progress=False,
+    )  # fmt: skip
+    for name, known in squares.items():
+        assert known.outer is None
+        assert np.array_equal(known.squares, found[name].squares)
+
+
+def test_an_interrupted_run_goes_on_to_the_same_bits(gpu, tmp_path, text, monkeypatch):
+    model = tmp_path / "model.gguf"
+    write_small(model, Small(layers=3))
+    on("cuda", model, text)
+    passed, leaving = [], LayerSteps.leaving
+
+    def stopping(self, *arguments):
+        passed.append(self)
+        if len(passed) == 6:  # in the second layer
+            raise KeyboardInterrupt
+        return leaving(self, *arguments)
+
+    whole = (tmp_path / "cuda-model.gguf.safetensors").rename(tmp_path / "whole.safetensors")
+    monkeypatch.setattr(LayerSteps, "leaving", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        on("cuda", model, text)
+    monkeypatch.setattr(LayerSteps, "leaving", leaving)
+    passed.clear()
+    on("cuda", model, text)
+    assert whole.read_bytes() == (tmp_path / "cuda-model.gguf.safetensors").read_bytes()
+
+
+def test_what_only_the_cpu_can(gpu, tmp_path, text, capsys):
+    """`auto` takes the CPU then; a GPU that is asked for is an error."""
+    model = tmp_path / "model"
+    model.mkdir()
+    write_model(model, "mixtral", max_position_embeddings=256)
+    with pytest.raises(bf.BackendUnavailable, match=r"cuda:0 cannot calibrate mixtures of experts.*cpu"):
+        on("cuda", model, text)
+    assert_alike(on("auto", model, text), on("cpu", model, text))
+    with pytest.raises(bf.DataError, match="'gpu'"):
+        on("gpu", model, text)
+
+
+def test_no_memory_on_the_gpu(gpu, tmp_path, text, monkeypatch):
+    if gpu is None:
+        pytest.skip("this machine has a GPU, and it has memory")
+    write_small(tmp_path / "model.gguf", Small())
+    allocate = gpu.cuMemAlloc
+    monkeypatch.setattr(
+        gpu, "cuMemAlloc", lambda nbytes: (NoMemory(2), 0) if nbytes == 4 * 96 * 96 else allocate(nbytes)
+    )
+    with pytest.raises(bf.BackendUnavailable, match=r"no memory.*device cpu"):
+        on("cuda", tmp_path / "model.gguf", text)
+
+
+def test_the_command_without_a_gpu(tmp_path, text, capsys):
+    if has_gpu():
+        pytest.skip("this machine has a GPU")
+    write_small(tmp_path / "model.gguf", Small())
+    command = ["calibrate", str(tmp_path / "model.gguf"), "--text", str(text), "-o", str(tmp_path / "s.safetensors")]
+    assert main([*command, "--device", "cuda"]) == 2
+    assert "cuda" in capsys.readouterr().err
+    assert main([*command, "--tokens", "60"]) == 0
