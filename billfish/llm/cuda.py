@@ -124,10 +124,11 @@ class CudaPending(PendingStep):
                 for cache, length, draft, own in zip(self._caches, self._lengths, self._drafts, chosen, strict=False):
                     if draft and (found := cache()) is not None:
                         del found.tokens[length + len(own) :]
+                tokens = {id(cache()): own[-1].token for cache, own in zip(self._caches, chosen, strict=False)}
                 for cache, place in self._places:
                     found = cache()
                     if found is not None and place < len(found.tokens) and found.tokens[place] == PENDING:
-                        found.tokens[place] = self.token_of(found)
+                        found.tokens[place] = tokens[id(found)]
             return self._choices
 
 

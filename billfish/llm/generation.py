@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
 from billfish.core.errors import DataError
 from billfish.core.typing import Activations
-from billfish.llm.decoder_base import Decoder
+from billfish.llm.decoder_base import PENDING, Decoder, PendingStep
 from billfish.llm.detokenizer import Detokenizer, Token, check_text_settings
 from billfish.llm.drafting.drafter import Controller, DraftCounts, Drafter
 from billfish.llm.kv_cache import Cache, shared_length
@@ -252,14 +252,30 @@ def generate_batch(
     caches = [decoder.cache(len(prompt)) for prompt in prompts]
     samplers = [sampling.sampler(prompt) for prompt in prompts]
     answers: list[list[int]] = [[] for _ in prompts]
-    going = [i for i in range(len(prompts)) if max_tokens > 0]
-    while going:
-        passages = [(caches[i], answers[i][-1:] or prompts[i]) for i in going]
-        chosen = decoder.choose(passages, [samplers[i] for i in going], activations)
-        active, going = going, []
-        for i, token in zip(active, chosen, strict=True):
-            answers[i].append(token)
-            full = len(prompts[i]) + len(answers[i]) > decoder.config.context
-            if token not in tokenizer.ends and len(answers[i]) < max_tokens and not full:
-                going.append(i)
+    most = [min(max_tokens, decoder.config.context - len(prompt) + 1) for prompt in prompts]
+    ended = set[int]()
+
+    def take(step: PendingStep, numbers: list[int]) -> None:
+        for i, token in zip(numbers, step.tokens(), strict=True):
+            if i not in ended:
+                answers[i].append(token)
+            if token in tokenizer.ends:
+                ended.add(i)
+
+    going, before, steps = list(range(len(prompts))), None, 0
+    while going := [i for i in going if i not in ended and steps < most[i]]:
+        # A GPU is fed the token that the step before is still choosing: this step runs while that one's is read.
+        fed = [prompts[i] if not steps else [PENDING] if before else answers[i][-1:] for i in going]
+        passages = [(caches[i], tokens) for i, tokens in zip(going, fed, strict=True)]
+        step = decoder.submit(passages, [samplers[i] for i in going], activations)
+        steps += 1
+        if before is not None:
+            take(*before)
+        step.sample_late()
+        before = step, going
+        if not decoder.overlaps:
+            take(*before)
+            before = None
+    if before is not None:
+        take(*before)
     return [tokenizer.decode(answer) for answer in answers]

@@ -121,6 +121,18 @@ def test_texts_of_a_batch_leave_it_one_by_one(gpu, model, monkeypatch):
     assert max(len(step) for step in gpu.fed if len(step) < 10) == 8  # five, and what fills up the graph
 
 
+@pytest.mark.parametrize("more", [{}, {"presence_penalty": 0.1}])
+def test_a_step_of_a_batch_is_under_way_before_the_one_before_is_read(model, monkeypatch, more):
+    done, prompts = list[str](), [counting(50, 1), counting(100, 20)]
+    launch, read = cuda_steps.CudaSteps.launch, cuda.CudaDecoder.read
+    monkeypatch.setattr(cuda_steps.CudaSteps, "launch", lambda *of: done.append("launch") or launch(*of))
+    monkeypatch.setattr(cuda.CudaDecoder, "read", lambda *of: done.append("read") or read(*of))
+    monkeypatch.setattr(model.tokenizer, "ends", set())
+    answers = model.generate_batch(prompts, max_tokens=4, **more)
+    assert answers == [model.tokenizer.decode(counting(prompt[-1] + 1, 4)) for prompt in prompts]
+    assert done == ["launch", *["launch", "read"] * 3, "read"]
+
+
 def test_texts_without_a_sampler_are_only_fed(gpu, model):
     texts = [counting(50, 1), counting(100, 80), counting(150, 70), counting(20, 1)]
     caches = [model.cache() for _ in texts]
