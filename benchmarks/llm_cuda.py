@@ -2,7 +2,8 @@
 
 The models have random weights and the sizes of Llama-3-8B, Llama-3.2-1B, gpt-oss-20b and Qwen3-30B-A3B. --llama names
 the folder with llama-bench and llama-batched-bench; docs/cuda.md says how they are built. --models keeps the GGUF files
-for the next run. billfish and llama.cpp take turns, billfish first and last, and medians count. Tokens per second:
+for the next run. billfish and llama.cpp take turns, billfish first and last, and medians count. --peers names a record
+of what peers reached on such a GPU, for machines that do not have them. Tokens per second:
 
     generate      128 tokens of one text, from an empty context
     prompt_N      a prompt of N tokens, until the logits after its last
@@ -168,6 +169,19 @@ def records_of(shape: str, rates: dict[str, Rates]) -> list[dict[str, Any]]:
     ]
 
 
+def add_peers(found: list[dict[str, Any]], peers: dict[str, Any]) -> dict[str, str]:
+    """Add the rates that peers reached in other runs to records that lack these peers: their versions, and the days."""
+    versions: dict[str, str] = {}
+    rates = {(r["shape"], r["case"], r["who"]): r for r in peers["records"]}
+    for (shape, case, who), known in rates.items():
+        for record in found:
+            if (record["shape"], record["case"]) == (shape, case) and who not in record["peers"]:
+                record["peers"][who] = known["tok_per_s"]
+                name = who.partition(" ")[0]
+                versions[f"{name}, {shape}"] = f"{peers['versions'][name]}, {known['date']}"
+    return versions
+
+
 def row(record: dict[str, Any]) -> str:
     """A line of the table: tokens per second, and how many times each peer's they are."""
     ours = record["tok_per_s"]
@@ -223,19 +237,22 @@ def main() -> None:
     parser = command.parser(__spec__, __doc__, rounds=3)
     parser.add_argument("--shapes", nargs="+", choices=list(MODELS), default=list(MODELS), help="models (default: all)")
     parser.add_argument("--llama", type=Path, metavar="FOLDER", help="folder with llama-bench and llama-batched-bench")
+    parser.add_argument("--peers", type=Path, metavar="FILE", help="record of peers' rates, for those that do not run")
     parser.add_argument("--models", type=Path, metavar="FOLDER", help="folder that keeps the GGUF files (35 GB)")
     flags = parser.parse_args()
     llama = flags.llama
     if llama is None or not (llama / "llama-bench").exists():
         print(f"llama.cpp: no llama-bench in {llama or '--llama FOLDER'}; left out")
         llama = None
-    versions, found = machine.versions("torch", "numpy"), []
+    recorded = {"records": []} if flags.peers is None else json.loads(flags.peers.read_text())
+    versions, found = machine.versions("torch", "numpy"), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as passing:
         for name in flags.shapes:
             path = model_file(name, flags.models or Path(passing))
             rates, peers = measure(MODELS[name], path, llama, flags.rounds)
             versions |= peers
             found += records_of(name, rates)
+            versions |= add_peers(found, recorded)
             print(*(row(record) for record in found if record["shape"] == name), sep="\n")
             records.write(flags.json, {"machine": machine.gpu(), "versions": versions, "records": found})
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import billfish as bf
-from benchmarks import llm_cuda, machine, random_model, timing
+from benchmarks import llm_cuda, machine, random_model, records, timing
 
 # What llama-bench and llama-batched-bench print, less fields that nobody reads.
 LLAMA_BENCH = """[
@@ -188,6 +188,22 @@ def test_records_are_medians_and_name_the_peers_that_have_the_case():
     assert records[1]["peers"] == {"llama.cpp": 10.0}
     assert "llama.cpp         10 (2.00 times)" in llm_cuda.row(records[0])
     assert json.loads(json.dumps(records)) == records
+
+
+def test_rates_that_peers_reached_in_other_runs_stand_beside_ours():
+    found = llm_cuda.records_of(
+        "8b", {"billfish": {case: [30.0] for case in llm_cuda.CASES}, "llama.cpp": {"generate": [9.0]}}
+    )
+    known = {"shape": "8b", "who": "llama.cpp", "date": "2026-01-31"}
+    rates = {"generate": 10.0, "prompt_512": 20.0}
+    peers = {
+        "versions": {"llama.cpp": "b1"},
+        "records": [known | {"case": c, "tok_per_s": r} for c, r in rates.items()],
+    }
+    assert llm_cuda.add_peers(found, peers) == {"llama.cpp, 8b": "b1, 2026-01-31"}
+    assert [record["peers"] for record in found] == [{"llama.cpp": 9.0}, {"llama.cpp": 20.0}, {}, {}, {}]
+    whole = json.loads((records.RESULTS / "llm_cuda_peers_h200.json").read_text())
+    assert {record["shape"] for record in whole["records"]} == set(llm_cuda.MODELS)
 
 
 def test_a_run_without_peers_says_so_and_writes_its_records(tmp_path, monkeypatch, capsys):
