@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import logging
@@ -21,8 +22,9 @@ from serving_http import TOOLS_TEMPLATE, Running, process, send, serving, until
 from billfish.cli import serve
 from billfish.cli.main import main
 from billfish.core.errors import DataError
+from billfish.serving.api.models import OneModel
 from billfish.serving.engine.grammar_compiler import GrammarProcess
-from billfish.serving.http import bodies, keys
+from billfish.serving.http import app, bodies, keys
 from billfish.serving.http.server import Server
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -369,6 +371,26 @@ def test_a_client_that_goes_gets_no_vectors(folder):
         until(lambda: server.engine.counts().running == 1)
         connection.close()
         until(lambda: server.engine.counts().running == 0)
+
+
+@pytest.mark.promise("server", "a client that disconnects frees its slot")
+def test_the_request_of_a_client_that_is_gone_is_not_read(folder, monkeypatch):
+    """Its connection ends right behind the body, as those of clients that only close their side do."""
+    monkeypatch.setattr(app, "parse", lambda *arguments, **options: pytest.fail("parsed"))
+    came = [{"type": "http.request", "body": b'{"prompt": "ab"}'}, {"type": "http.disconnect"}]
+    sent: list[object] = []
+
+    async def receive() -> dict[str, object]:
+        return came.pop(0)
+
+    async def send(message: object) -> None:
+        sent.append(message)
+
+    with serving(folder / "small.gguf", streams=1) as server:
+        endpoint = app.make_app(OneModel(server.service), keys.Keys([]))
+        scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "query_string": b"", "root_path": ""}
+        asyncio.run(endpoint({**scope, "headers": [(b"host", b"localhost")]}, receive, send))
+    assert (came, sent) == ([], [])
 
 
 def test_an_answer_that_fails_is_told(folder, monkeypatch):

@@ -91,6 +91,8 @@ def make_app(
     async def read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
         """The body. Fields that are ignored are told in a header."""
         async with bodies.read(request) as data:
+            if await request.is_disconnected():  # before it is parsed, rendered and encoded for nobody
+                raise ClientGone
             body, ignored = await models.read(lambda: parse(data, kind, strict=models.strict_fields))
         request.state.headers = headers = list[tuple[bytes, bytes]]()
         if ignored:
