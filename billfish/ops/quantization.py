@@ -87,7 +87,8 @@ def quantize(
     minimizes the weighted error; "rtn" fits each scale once more where that lowers it. All zeros are as None. Of a
     stack, also [E, K].
     hessian: [K, K], X^T X of the inputs X [tokens, K], times any factor. For "gptq" only, where its diagonal is the
-    importance unless that is given. Of a stack, also [E, K, K].
+    importance unless that is given. Of a stack, also [E, K, K]. GPTQ runs where the hessian is: a torch tensor on an
+    NVIDIA GPU makes it run there, and `cross` is there, too.
     cross: [K, K], X^T Y, where X are inputs of a model whose layers before are quantized, those of the hessian too, and
     Y are the float model's in their place. "gptq" then makes up for the errors of these layers. Not of a stack.
     options: zero_point="integer" | "fractional" for u4.
@@ -146,7 +147,7 @@ def quantize_matrix(
 ) -> QuantizedTensor:
     """The checks and the work of :func:`quantize`, for all the calls that quantize a matrix [N, K].
 
-    w: a NumPy array, or a DeviceArray. GPTQ runs in CPU memory, wherever w is.
+    w: a NumPy array, or a DeviceArray. GPTQ runs where the hessian is.
     importance, hessian, cross: arrays of any library, or None.
     """
     format = get_format(format, call)
@@ -164,7 +165,15 @@ def quantize_matrix(
         raise FormatError(failure(call, f"hessian= is for method 'gptq', and method is {method!r}", "Leave it out."))
     if cross is not None and hessian is None:
         raise FormatError(failure(call, "cross= is for method 'gptq', beside hessian=", "Leave it out."))
-    if hessian is not None:
+    if hessian is not None and _is_on_gpu(hessian):
+        from billfish.backends.cuda.device_gptq import quantize_gptq_there  # here: it imports torch
+
+        planes = quantize_gptq_there(call, format, w, group_size, hessian, weights, options, cross)
+        if not isinstance(w, DeviceArray):
+            planes = {
+                name: plane.numpy() if isinstance(plane, DeviceArray) else plane for name, plane in planes.items()
+            }
+    elif hessian is not None:
         w = w.numpy() if isinstance(w, DeviceArray) else w
         beside = None if cross is None else _statistics(call, "cross", cross, (k, k))
         planes = quantize_gptq(call, format, w, group_size, _hessian(call, hessian, k), weights, options, beside)
@@ -177,6 +186,11 @@ def quantize_matrix(
     if isinstance(planes["codes"], DeviceArray):
         return _packed_there(format, planes, group_size, options)
     return QuantizedTensor.owning(format, (n, k), group_size, format.pack(planes))
+
+
+def _is_on_gpu(array: Any) -> bool:
+    """Whether it is a torch tensor of an NVIDIA GPU."""
+    return getattr(getattr(array, "device", None), "type", "") == "cuda"
 
 
 def _check_finite(call: str, argument: str, w: Any) -> None:
