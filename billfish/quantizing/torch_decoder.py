@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from billfish.core.errors import ModelError, failure
@@ -22,6 +23,7 @@ from billfish.models.description import Attention, Block, Dense, LayerNorm, Matr
 from billfish.ops.matmul import dequantize
 
 CALL = "tune"
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]  # which give the same bits in every run
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),
@@ -33,17 +35,25 @@ class TorchDecoder:
     """A model of attention and dense feed-forward layers.
 
     weights: gives a matrix [rows, columns] of a layer in float32, on the device.
+    computed: is called for each layer in a forward pass, and again when it is computed for its gradients.
     """
 
-    def __init__(self, tensors: ModelTensors, weights: Callable[[Matrix], Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        tensors: ModelTensors,
+        weights: Callable[[Matrix], Tensor],
+        device: torch.device,
+        computed: Callable[[], object] = lambda: None,
+    ) -> None:
         self.tensors, self.config, self.device = tensors, tensors.config, device
         check_supported(tensors)
-        self._weights = weights
+        self._weights, self._computed = weights, computed
         self._vectors: dict[Vector, Tensor] = {}
         self._biases: dict[Matrix, Tensor | None] = {}
         self._ropes = [
             (torch.tensor(tensors.frequencies(rope), dtype=torch.float64), rope) for rope in self.config.ropes
         ]
+        self._angles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by rope and tokens: windows have few lengths
         self._embedding = tensors.table(self.config.embedding)
         self._head = self.floats(tensors.matrix(self.config.head))
 
@@ -87,6 +97,7 @@ class TorchDecoder:
         mixer, part = block.mixer, block.feed_forward
         assert isinstance(mixer, Attention)
         assert isinstance(part, Dense)
+        self._computed()
         made = self._attend(mixer, self._norm(x, block.mixer_norm))
         x = x + block.residual_scale * self._norm(made, block.mixer_post_norm)
         made = self._feed_forward(part, self._norm(x, block.feed_forward_norm))
@@ -104,11 +115,17 @@ class TorchDecoder:
         k = self._heads(self._multiply(x, part.k), part.kv_heads, part.k_norm, part.rope)
         v = self._multiply(x, part.v).view(tokens, part.kv_heads, -1).transpose(0, 1)
         k, v = (each.repeat_interleave(part.heads // part.kv_heads, dim=0) for each in (k, v))
-        scores = _capped(q @ k.transpose(1, 2) * part.scale, part.cap)
         place = torch.arange(tokens, device=x.device)
         distance = place[:, None] - place
-        hidden = (distance < 0) | (distance >= part.window) if part.window else distance < 0
-        mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+        seen = (distance >= 0) & (distance < (part.window or tokens))
+        if part.cap:
+            scores = _capped(q @ k.transpose(1, 2) * part.scale, part.cap)
+            mixed = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        else:
+            whole = {"is_causal": True} if not part.window or part.window >= tokens else {"attn_mask": seen}
+            with sdpa_kernel(ATTENTION):
+                attend = functional.scaled_dot_product_attention
+                mixed = attend(q[None], k[None], v[None], scale=part.scale, **whole)[0]
         return self._multiply(mixed.transpose(0, 1).reshape(tokens, -1), part.output)
 
     def _heads(self, x: Tensor, heads: int, norm: Vector | None, rope: int | None) -> Tensor:
@@ -123,15 +140,17 @@ class TorchDecoder:
 
     def _rotated(self, x: Tensor, number: int) -> Tensor:
         frequencies, rope = self._ropes[number]
-        angles = torch.arange(len(x), dtype=torch.float64)[:, None] * frequencies
-        cos, sin = (
-            (rope.scaling.magnitude * each).float().to(x.device)[:, None] for each in (angles.cos(), angles.sin())
-        )
+        if (number, len(x)) not in self._angles:
+            angles = torch.arange(len(x), dtype=torch.float64)[:, None] * frequencies
+            both = (rope.scaling.magnitude * each for each in (angles.cos(), angles.sin()))
+            cos, sin = (each.float().to(x.device)[:, None] for each in both)
+            self._angles[number, len(x)] = cos, sin
+        cos, sin = self._angles[number, len(x)]
         turned, rest = x[..., : rope.size], x[..., rope.size :]
         a, b = (turned[..., 0::2], turned[..., 1::2]) if rope.adjacent else turned.chunk(2, -1)
         parts = a * cos - b * sin, a * sin + b * cos
-        both = torch.stack(parts, -1).flatten(-2) if rope.adjacent else torch.cat(parts, -1)
-        return torch.cat((both, rest), -1)
+        together = torch.stack(parts, -1).flatten(-2) if rope.adjacent else torch.cat(parts, -1)
+        return torch.cat((together, rest), -1)
 
 
 def check_supported(tensors: ModelTensors) -> None:

@@ -1,19 +1,18 @@
 """Train the scales of a quantized model so that it predicts a text as another model does.
 
-Codes stay as they are, so that the result is an ordinary file: the same formats, the same size, the same speed. The
-loss is the KL divergence of the predictions, as `billfish eval --against` measures it, and Adam takes a step for each
-window of the text. What the other model predicts is computed once, by our kernels.
+Codes stay as they are, or are trained, too. The result is an ordinary file: the same formats, the same size, the same
+speed. The loss is the KL divergence of the predictions, as `billfish eval --against` measures it, and Adam takes a step
+for each window of the text. What the other model predicts is computed once, by our kernels.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -32,7 +31,7 @@ from billfish.checkpoints.write.export import TARGETS, check_export, export
 from billfish.checkpoints.write.plan import Settings
 from billfish.checkpoints.write.resumable_writer import identity
 from billfish.core.errors import BackendUnavailable, DataError, bad_argument, failure
-from billfish.core.files import path_of, write_atomically
+from billfish.core.files import path_of, replacing
 from billfish.core.format import Format
 from billfish.core.progress import Progress
 from billfish.core.tensor import QuantizedTensor
@@ -43,17 +42,19 @@ from billfish.llm.model_files import Source, open_source
 from billfish.llm.model_weights import ModelTensors
 from billfish.models import describe
 from billfish.models.description import Matrix
+from billfish.ops.matmul import dequantize
 from billfish.quantizing.calibrate_checkpoint import TOKENS, WINDOW, named_text, windows_of
 
 if TYPE_CHECKING:
     import torch
 
     from billfish.quantizing.torch_decoder import TorchDecoder
-    from billfish.quantizing.trained_scales import TrainedScales
+    from billfish.quantizing.trained_matrix import TrainedMatrix
 
 CALL = "tune"
 LOG = logging.getLogger(__name__)
 EPOCHS, RATE = 2, 0.001
+CODE_RATE = 0.01  # of rounding gates: a weight takes at least 10 steps to its next value
 ROWS = 128  # of logits at a time: a vocabulary is wide
 SAVE_SECONDS = 60.0
 
@@ -68,14 +69,15 @@ def tune_checkpoint(
     window: int | None = None,
     epochs: int = EPOCHS,
     rate: float = RATE,
+    codes: bool = False,
     device: str = "auto",
     overwrite: bool = False,
     progress: bool = True,
 ) -> ConversionReport:
     """Train the scales of a quantized model by its KL divergence from another one: what `billfish tune` does.
 
-    Codes, formats and all other tensors stay as they are. If the process is killed, the same call continues from the
-    last minute.
+    Formats and all other tensors stay as they are. If the process is killed, the same call continues from the last
+    minute.
 
     src: a quantized model of attention and dense feed-forward layers: a GGUF file or a folder.
     dst: a file or folder to create, in the same layout.
@@ -84,6 +86,7 @@ def tune_checkpoint(
     window: tokens that see each other (512, or the context). Each window is a step.
     epochs: how often the text is read. rate: the step size of Adam, about the relative change of a scale in a step; it
     falls to zero.
+    codes: whether codes are trained, too, by a rounding gate.
     device: "cpu", "cuda" or "cuda:N"; "auto" is a GPU if torch has one.
     overwrite: whether a `dst` that exists is replaced. progress: whether to draw a bar on terminals.
 
@@ -115,9 +118,9 @@ def tune_checkpoint(
     windows = [part for part in windows_of(source.tokenizer(), content, tokens, window) if len(part) > 1]
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     truth = identity(Checkpoint(path_of(CALL, against)).files)
-    settings_of_run = [__version__, identity(checkpoint.files), truth, windows, epochs, rate]
+    settings_of_run = [__version__, identity(checkpoint.files), truth, windows, epochs, rate, codes]
     kept = Path(f"{os.path.abspath(out)}.partial-tuning")
-    training = Training(source, checkpoint, Path(against), windows, Steps(epochs, rate), place)
+    training = Training(source, checkpoint, Path(against), windows, Steps(epochs, rate, codes), place)
     training.run(kept, hashlib.sha256(json.dumps(settings_of_run).encode()).hexdigest(), progress)
     report = export(CALL, training.result(), out, settings, False)
     kept.unlink(missing_ok=True)
@@ -126,14 +129,16 @@ def tune_checkpoint(
 
 @dataclass(frozen=True)
 class Steps:
-    """How Adam goes: `epochs` times through the windows, with step sizes that fall from `rate` to zero."""
+    """`epochs` times through the windows, with step sizes that fall to zero: Adam's for scales from `rate`, those of
+    rounding gates for codes, where they are trained, from CODE_RATE."""
 
     epochs: int
     rate: float
+    codes: bool = False
 
 
 class Training:
-    """Scales of a model, and what they are to achieve."""
+    """Quantized matrices of a model, and what they are to achieve."""
 
     def __init__(
         self,
@@ -148,35 +153,39 @@ class Training:
 
         self._source, self._checkpoint, self._device = source, checkpoint, device
         self._windows, self._steps = windows, steps
+        self._bar = Progress(steps.epochs * len(windows), "steps", enabled=False)
         tensors = ModelTensors(source, describe(source.fields, source.vocabulary, source.tensors))
         self._fixed: dict[Matrix, torch.Tensor] = {}
-        self.trained = self._movable(tensors)
-        self.decoder: TorchDecoder = TorchDecoder(tensors, self._weights, device)
+        self.trained = self._movable(tensors, _float_weights(against) if steps.codes else lambda matrix: None)
+        self.decoder: TorchDecoder = TorchDecoder(tensors, self._weights, device, self._computed)
         self.truth = self._truth(against)
 
-    def _movable(self, tensors: ModelTensors) -> dict[Matrix, TrainedScales]:
-        """The matrices of layers whose scales can be trained; raises if there are none."""
+    def _movable(
+        self, tensors: ModelTensors, target: Callable[[Matrix], np.ndarray[Any, Any] | None]
+    ) -> dict[Matrix, TrainedMatrix]:
+        """The matrices of layers that can be trained; raises if there are none."""
         from billfish.quantizing.torch_decoder import check_supported
-        from billfish.quantizing.trained_scales import TrainedScales, why_fixed
+        from billfish.quantizing.trained_matrix import TrainedMatrix, why_fixed
 
         check_supported(tensors)
-        found: dict[Matrix, TrainedScales] = {}
+        found: dict[Matrix, TrainedMatrix] = {}
         reasons: dict[str, str] = {}
         for matrix in tensors.matrices:
             tensor = tensors.matrix(matrix)
             if matrix == tensors.config.head or not isinstance(tensor, QuantizedTensor):
                 continue
-            reason = "it is part of another matrix" if matrix.joined else why_fixed(tensor)
+            reason = "it is part of another matrix" if matrix.joined else why_fixed(tensor, self._steps.codes)
             if not reason and self._rows(matrix) is None:
                 reason = "the file has it in another form"
             if reason:
                 reasons[matrix.name] = reason
             else:
-                found[matrix] = TrainedScales(tensor, self._device)
+                found[matrix] = TrainedMatrix(tensor, self._device, self._steps.codes, target(matrix))
         if not found:
             name, reason = next(iter(reasons.items()), ("", "no matrix of a layer is quantized"))
             problem = f"{self._checkpoint.path} has no scales to train: {reason}{f' ({name})' if name else ''}"
-            raise DataError(failure(CALL, problem, "Formats with scales in float16, such as iq4_nl, can be trained."))
+            fix = "Train a format with scales in float16, such as iq4_nl, or codes, too: --codes (codes=True)."
+            raise DataError(failure(CALL, problem, fix))
         return found
 
     def _rows(self, matrix: Matrix) -> np.ndarray[Any, Any] | None:
@@ -217,24 +226,33 @@ class Training:
         import torch
 
         parameters = [each for matrix in self.trained.values() for each in matrix.parameters]
-        optimizer = torch.optim.Adam(parameters, lr=self._steps.rate, betas=(0.9, 0.95))
+        # As a group, since there are none where only codes are trained.
+        optimizer = torch.optim.Adam([{"params": parameters}], lr=self._steps.rate, betas=(0.9, 0.95))
         count = self._steps.epochs * len(self._windows)
-        done, losses = self._continued(kept, run, parameters, optimizer)
+        done, losses = self._continued(kept, run, optimizer)
         saved = time.monotonic()
-        with Progress(count, "steps", enabled=progress) as bar:
-            bar.advance(done)
+        with Progress(count, "steps", enabled=progress) as self._bar:
+            self._bar.advance(done, "computing what is to be predicted")
             for step in range(done, count):
+                left = 1 - step / count
                 for group in optimizer.param_groups:
-                    group["lr"] = self._steps.rate * (1 - step / count)
+                    group["lr"] = self._steps.rate * left
+                for matrix in self.trained.values():
+                    if matrix.gate is not None:
+                        matrix.gate.rate = CODE_RATE * left
                 optimizer.zero_grad(set_to_none=True)
                 losses.append(self._gradients(step % len(self._windows)))
                 optimizer.step()
-                bar.advance(1, f"KL divergence {losses[-1]:.4f}")
+                self._bar.advance(0, f"KL divergence {losses[-1]:.4f}")
                 if time.monotonic() - saved >= SAVE_SECONDS:
-                    self._keep(kept, run, step + 1, losses, parameters, optimizer)
+                    self._keep(kept, run, step + 1, losses, optimizer)
                     saved = time.monotonic()
         first, last = (float(np.mean(part)) for part in (losses[: len(self._windows)], losses[-len(self._windows) :]))
         LOG.info("KL divergence on the text: %.4f in the first epoch, %.4f in the last", first, last)
+
+    def _computed(self) -> None:
+        """A layer, which is computed twice in a step."""
+        self._bar.advance(0.5 / self.decoder.config.layers)
 
     def _gradients(self, window: int) -> float:
         """Of the mean divergence of a window, which is returned. Logits come in parts, gradients of layers at once."""
@@ -254,19 +272,18 @@ class Training:
         hidden.backward(behind.grad)  # type: ignore[no-untyped-call]
         return total
 
-    def _keep(
-        self, kept: Path, run: str, step: int, losses: list[float], parameters: list[torch.Tensor], optimizer: Any
-    ) -> None:
+    @property
+    def _state(self) -> list[torch.Tensor]:
+        return [each for matrix in self.trained.values() for each in matrix.state]
+
+    def _keep(self, kept: Path, run: str, step: int, losses: list[float], optimizer: Any) -> None:
         import torch
 
-        buffer = io.BytesIO()
         content = {"run": run, "step": step, "losses": losses, "optimizer": optimizer.state_dict()}
-        torch.save(content | {"parameters": [each.detach() for each in parameters]}, buffer)
-        write_atomically(kept, buffer.getvalue())
+        with replacing(kept) as file:
+            torch.save(content | {"trained": [each.detach() for each in self._state]}, file)
 
-    def _continued(
-        self, kept: Path, run: str, parameters: list[torch.Tensor], optimizer: Any
-    ) -> tuple[int, list[float]]:
+    def _continued(self, kept: Path, run: str, optimizer: Any) -> tuple[int, list[float]]:
         """The steps that an earlier run has taken, and their losses."""
         import torch
 
@@ -287,14 +304,14 @@ class Training:
             return 0, []
         optimizer.load_state_dict(content["optimizer"])
         with torch.no_grad():
-            for parameter, before in zip(parameters, content["parameters"], strict=True):
-                parameter.copy_(before)
+            for trained, before in zip(self._state, content["trained"], strict=True):
+                trained.copy_(before)
         return content["step"], content["losses"]
 
     # ---- the result -----------------------------------------------------------------------------------------------
 
     def result(self) -> Checkpoint:
-        """The checkpoint with the trained scales, to be written."""
+        """The checkpoint with the trained matrices, to be written."""
         entries: dict[str, Entry] = {name: self._checkpoint.entry(name) for name in self._checkpoint}
         for matrix, trained in self.trained.items():
             name, rows = f"{matrix.name}.weight", self._rows(matrix)
@@ -305,6 +322,21 @@ class Training:
         view = self._checkpoint.view(entries, [*entries])
         view.origins, view.files = {}, []  # no file has these bytes, so that no other run may continue with them
         return view
+
+
+def _float_weights(against: Path) -> Callable[[Matrix], np.ndarray[Any, Any] | None]:
+    """The weights of another model, by matrix; None for one that it does not have."""
+    source = open_source(against)
+    tensors = ModelTensors(source, describe(source.fields, source.vocabulary, source.tensors))
+    shapes = {matrix.name: matrix.shape for matrix in tensors.matrices}
+
+    def weights(matrix: Matrix) -> np.ndarray[Any, Any] | None:
+        if shapes.get(matrix.name) != matrix.shape:
+            return None
+        tensor = tensors.matrix(matrix)
+        return dequantize(tensor) if isinstance(tensor, QuantizedTensor) else np.asarray(tensor, np.float32)
+
+    return weights
 
 
 def _held(name: str, tensor: QuantizedTensor) -> HeldMatrix:

@@ -20,6 +20,7 @@ from billfish.core.errors import DataError, failure
 
 CALL = "calibrate"
 ROWS = 256  # of x that are added up before they come to the sums
+CROSS_ROWS = 1024  # the same of X^T Y, whose product is written to memory of its own first
 LARGEST = float(np.finfo(np.float32).max)  # of sums of squares: imatrix files hold float32
 SQUARE = 512  # rows of X^T X that are mirrored at a time
 
@@ -129,6 +130,7 @@ class Sums:
         self.outer = np.zeros((*shape, shape[-1]), np.float32) if outer else None
         self.cross = np.zeros((shape[-1], shape[-1]), np.float32) if cross else None
         self._waiting: dict[int | None, list[NDArray[np.float32]]] = {}  # for X^T X, fewer than ROWS of each expert
+        self._pairs: list[tuple[NDArray[np.float32], NDArray[np.float32]]] = []  # for X^T Y, fewer than CROSS_ROWS
 
     def add(self, rows: NDArray[np.float32], expert: int | None = None) -> None:
         """Inputs [rows, K], of one expert where there are some."""
@@ -144,7 +146,14 @@ class Sums:
 
     def add_cross(self, rows: NDArray[np.float32], truth: NDArray[np.float32]) -> None:
         """Inputs [rows, K] and what the float model has in their place."""
+        self._pairs.append((np.array(rows), truth))
+        if sum(len(x) for x, _ in self._pairs) >= CROSS_ROWS:
+            self._add_pairs()
+
+    def _add_pairs(self) -> None:
         assert self.cross is not None
+        rows, truth = map(np.concatenate, zip(*self._pairs, strict=True))
+        self._pairs.clear()
         self.cross += rows.T @ truth
 
     def _add_outer(self, expert: int | None) -> None:
@@ -157,6 +166,8 @@ class Sums:
         """The statistics; raises for inputs that were not finite."""
         for expert in [*self._waiting]:
             self._add_outer(expert)
+        if self._pairs:
+            self._add_pairs()
         if self.outer is not None:
             k = self.outer.shape[-1]
             for count, outer in zip(self.counts.reshape(-1), self.outer.reshape(-1, k, k), strict=True):
