@@ -12,8 +12,9 @@ A run takes long. The same command goes on where it was stopped: what benchmarks
 measured again. At the end, the pages with its tables are written anew (pages.py).
 
 Methods: rtn, mse; weighted, which is mse with the mean squares of the inputs; gptq, with the inputs of the float model;
-sequential, which is gptq with those of the quantized matrices before; bits, which is weighted with a format for each
-matrix (`--bits 4.6`); ggml.
+sequential, which is gptq with those of the quantized matrices before; tune, which is sequential and then `billfish
+tune`; codes, which is the same with --codes; bits, which is weighted with a format for each matrix (`--bits 4.6`);
+ggml.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from benchmarks import command, pages, records
 from benchmarks.checkpoint_memory import peak_bytes
 from benchmarks.peers.ggml import TYPES
 from benchmarks.sentence_embeddings import embeddings, mini_lm
-from billfish.checkpoints.write.selection import Quantization
+from billfish.checkpoints.write.export import TARGETS
 from billfish.core.format import parse_format
 from billfish.llm import default_model, load
 from billfish.llm.evaluation import Truth, evaluate
 from billfish.llm.model_files import open_source
 from billfish.quantizing.bit_plan import BitPlan
-from billfish.quantizing.calibrate_checkpoint import Calibration, calibrate_checkpoint, default_text
+from billfish.quantizing.calibrate_checkpoint import calibrate_checkpoint, default_text
 from billfish.quantizing.sensitivity import plan_bits
 from billfish.statistics import InputStatistics, Statistics
 
@@ -79,18 +80,28 @@ def statistics_of(folder: Path, text: str, tokens: int) -> Statistics:
     return calibrate_checkpoint(default_model(), made, text=file, hessian=True, tokens=tokens)
 
 
-def quantized_in_order(folder: Path, case: Case) -> dict[str, Any]:
-    """The matrices of a model that is quantized to the format of a case, one after the other, by GGUF's names."""
-    file, made = folder / f"{case['calibration_text']}.txt", folder / "sequential.safetensors"
-    file.write_text(calibration_text(case["calibration_text"]))
-    calibration = Calibration.of(default_model(), file, True, case["calibration_tokens"], None)
-    how = Quantization(bf.get_format(case["format"]), case["group_size"], "gptq")
-    sequential = calibration.sequential(how, requantize=True)
-    assert sequential is not None
-    found: dict[str, Any] = {}
-    sequential.write(made, progress=True, overwrite=True, quantized=found.__setitem__)
-    made.unlink()
-    return found
+def quantized_in_order(folder: Path, case: Case) -> Path:
+    """The model, quantized with what comes before. A folder may have it already."""
+    text, format, group_size = folder / "mixed.txt", case["format"], case["group_size"]
+    suffix = ".gguf" if format in TARGETS["gguf"]().formats else ""
+    made = folder / f"{format}-{group_size}{suffix}"
+    if not made.exists():
+        text.write_text(calibration_text("mixed"))
+        settings = {"group_size": group_size, "method": "gptq", "calibrate": text, "requantize": True}
+        bf.quantize_checkpoint(default_model(), made, format, **settings)
+    return made
+
+
+def tuned(folder: Path, case: Case) -> Path:
+    """The same, tuned."""
+    source = quantized_in_order(folder, case)
+    out, codes = source.with_name(f"{case['method']}-{source.name}"), case["method"] == "codes"
+    settings = {"text": folder / "mixed.txt", "tokens": MANY, "codes": codes, "overwrite": True}
+    bf.tune_checkpoint(source, out, against=default_model(), **settings)
+    return out
+
+
+IN_ORDER = {"sequential": quantized_in_order, "tune": tuned, "codes": tuned}
 
 
 def named(format: str) -> Case:
@@ -106,7 +117,7 @@ def cases(formats: list[str], methods: list[str]) -> Iterator[Case]:
         for method in methods:
             if method in ("rtn", "mse"):
                 yield about | {"method": method, "calibration_text": "", "calibration_tokens": 0}
-            elif method == "sequential":
+            elif method in IN_ORDER:
                 yield about | {"method": method, "calibration_text": "mixed", "calibration_tokens": MANY}
             elif method in ("weighted", "gptq") or (method == "ggml" and name in ("q4_0", "iq4_nl")):
                 yield about | {"method": method, "calibration_text": "mixed", "calibration_tokens": MANY}
@@ -186,7 +197,7 @@ def measure(missing: list[Case], folder: Path, flags: argparse.Namespace) -> Ite
     if not missing:
         return
     started = time.perf_counter()
-    shared = [case for case in missing if case["calibration_text"] and case["method"] != "sequential"]
+    shared = [case for case in missing if case["calibration_text"] and case["method"] not in IN_ORDER]
     texts = {(case["calibration_text"], case["calibration_tokens"]) for case in shared}
     statistics = {text: statistics_of(folder, *text) for text in sorted(texts)}
     print(f"statistics: {time.perf_counter() - started:.0f} s", flush=True)
@@ -200,14 +211,15 @@ def measure(missing: list[Case], folder: Path, flags: argparse.Namespace) -> Ite
 def measured(case: Case, known: Statistics | None, truth: Truth, folder: Path, flags: argparse.Namespace) -> Case:
     """The record of a case."""
     plan, started = None, time.perf_counter()
-    in_order = quantized_in_order(folder, case) if case["method"] == "sequential" else {}
-    if case["method"] == "bits":
+    path, convert = default_model(), None
+    if case["method"] in IN_ORDER:
+        path = IN_ORDER[case["method"]](folder, case)
+    elif case["method"] == "bits":
         settings = {"statistics": known, "requantize": True, "device": flags.device}
         plan = plan_bits(default_model(), BITS, kept=folder / "damage.json", **settings)
-    convert = requantized(case, known, flags.ggml, plan)
-    if in_order:
-        convert = lambda name, tensor: in_order.get(name, tensor)  # noqa: E731
-    model = load(default_model(), device=flags.device, convert=convert)
+    if path == default_model():
+        convert = requantized(case, known, flags.ggml, plan)
+    model = load(path, device=flags.device, convert=convert)
     quantized = time.perf_counter()
     found = evaluate(model, [token for window in truth.windows for token in window], against=truth)
     record = case | {
@@ -281,7 +293,7 @@ def main() -> None:
     parser.set_defaults(json=RESULTS)
     parser.option("--tokens", "tokens of news", 20480, command.positive, "N")
     parser.listed("--formats", "formats", "q4_0,fp4:32,u4b8:128,u4:128,nvfp4,mxfp4,iq4_nl")
-    parser.listed("--methods", "methods", "rtn,mse,weighted,gptq,sequential,bits")
+    parser.listed("--methods", "methods", "rtn,mse,weighted,gptq,sequential,tune,codes,bits")
     parser.option("--device", "cpu, cuda or cuda:N; auto is a GPU if there is one", "auto", str, "D")
     parser.add_argument("--folder", type=Path, help="folder that keeps statistics, 1.2 GB (default: none)")
     parser.add_argument("--ggml", type=Path, metavar="FOLDER", help="folder with libggml-base.so: its quantizer, too")
