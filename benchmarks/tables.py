@@ -230,6 +230,37 @@ def waves_short(results: Results) -> str:
     )
 
 
+def attack(results: Results) -> str:
+    """What came of an attack, by generator. The megabytes of "server" are what the server has grown by."""
+    lines = [["generator", "cases", "accepted", "refused", "failed", "worst s", "worst MB"]]
+    for row in results["rows"]:
+        counts = [f"{row[name]:,}" for name in ("cases", "accepted", "refused", "failed")]
+        lines.append([row["generator"], *counts, f"{row['worst_seconds']:.2f}", f"{row['worst_memory'] / 2**20:.1f}"])
+    return table(lines)
+
+
+def attack_counts(results: Results) -> str:
+    """Words: how large an attack was, and how many failed."""
+    rows = {row["generator"]: row for row in results["rows"]}
+    processes = {name: rows.pop(name)["cases"] for name in ("server", "races", "kills", "faults")}
+    cases, failed = sum(row["cases"] for row in rows.values()), sum(row["failed"] for row in results["rows"])
+    kinds = {"server": "HTTP requests", "races": "races between processes", "kills": "kills", "faults": "failing calls"}
+    parts = [f"{cases:,} files and calls", *(f"{processes[name]:,} {kind}" for name, kind in kinds.items())]
+    said = f"{', '.join(parts[:-1])} and {parts[-1]}, of which {failed or 'none'} failed"
+    return f"{said}, in {results['about']['seconds']} s"
+
+
+def attack_neighbor(results: Results) -> str:
+    """How long an ordinary client waits beside clients that attack in one way."""
+    lines = [["sent", "requests", "median ms", "p99 ms", "to alone", "p99", "to ordinary clients", "p99"]]
+    for name, each in results["neighbor"].items():
+        ratios = [each[f"ratio to {what}"] for what in ("alone", "beside as many ordinary clients")]
+        times = [f"{1000 * each['attacked'][which]:.0f}" for which in ("median", "p99")]
+        parts = [f"{ratio[which]:.2f}" for ratio in ratios for which in ("median", "p99")]
+        lines.append([name.replace("_", " "), f"{each['requests']:,}", *times, *parts])
+    return table(lines)
+
+
 def soaked(results: Results) -> str:
     """Words: how many requests a soak had, and what came of them."""
     if results["wrong"]:
@@ -731,6 +762,11 @@ TABLES: Mapping[str, Table] = {
         "python -m benchmarks.serving_waves --device cuda --models FOLDER --decoder --json FILE",
     ),
     "serving-h200-short": Table("serving_h200.json", waves_short),
+    "attack": Table("attack.json", attack, "make attack CASES=1000000"),
+    "attack-counts": Table("attack.json", attack_counts),
+    "attack-neighbor": Table(
+        "attack_neighbor.json", attack_neighbor, "python tests/support/attack/server.py --beside 3 --clients 8"
+    ),
     "soak": Table("serving_soak.json", soaked),
     "soak-h200": Table("serving_soak_h200.json", soaked),
     "vllm-tokens": Table("vllm_tokens.json", served, "make test-vllm"),

@@ -24,6 +24,12 @@ def test_files_are_where_the_page_says(name):
         assert (ROOT / path).exists(), path
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_tests_have_the_names_that_the_page_says(name):
+    for path, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page(name)):
+        assert f"def {test}(" in page(path), f"{path}::{test}"
+
+
 def test_every_promise_has_a_test():
     text = page("docs/reliability.md").split("## What is not promised")[0]
     rows = [line for line in text.splitlines() if line.startswith("| ") and line != "| promise | test |"]

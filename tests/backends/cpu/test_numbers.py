@@ -69,7 +69,7 @@ def test_small_terms_stay_where_the_largest_x_meets_a_zero(level):
 
 @pytest.mark.promise(
     "numerics",
-    "exact matmuls on the CPU are within [the bound](cpu.md) of float32, for any finite input and result",
+    "exact `quantized_linear` on the CPU is within [the bound](cpu.md) of float32, for any finite input and result",
 )
 @pytest.mark.parametrize(
     ("level", "format", "huge"), diagonal(6, _cpu.levels(), bf.FORMATS.values(), [1e7, 1e12, 1e30])
@@ -101,7 +101,7 @@ X_OF_ALL_SIZES = {
 
 @pytest.mark.promise(
     "numerics",
-    "exact matmuls on the CPU are within [the bound](cpu.md) of float32, for any finite input and result",
+    "exact `quantized_linear` on the CPU is within [the bound](cpu.md) of float32, for any finite input and result",
 )
 @pytest.mark.parametrize(("level", "format", "kind"), diagonal(3, _cpu.levels(), bf.FORMATS.values(), X_OF_ALL_SIZES))
 def test_x_of_all_sizes(level, format, kind):
@@ -300,7 +300,7 @@ def cancelling(m: int, k: int) -> np.ndarray:
 
 @pytest.mark.promise(
     "numerics",
-    "exact matmuls on the CPU are within [the bound](cpu.md) of float32, for any finite input and result",
+    "exact `quantized_linear` on the CPU is within [the bound](cpu.md) of float32, for any finite input and result",
 )
 @pytest.mark.parametrize(
     ("level", "format", "activations"), diagonal(6, _cpu.levels(), bf.FORMATS.values(), ["exact", "q16", "q8"])
