@@ -12,6 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import RLock
 from typing import NamedTuple, cast
 
@@ -62,7 +63,9 @@ class MetalDecoder(Decoder):
         under_way()
         c = self.config
         parts = self._parts = Parts(self.tensors, self._backend.kernels)
-        self._embedding, self._head = parts.packer.table(c.embedding), parts.packer.linear(c.head)
+        self._head = parts.packer.linear(c.head)
+        tied = replace(c.head, bias=c.embedding.bias) == c.embedding and self._head.order is None
+        self._embedding = self._head.weights if tied else parts.packer.table(c.embedding)
         self._last_norm = mx.array(self.last_norm / np.float32(c.logit_scale))
         if c.per_layer_embedding is not None:
             self._layer_table = parts.packer.table(c.per_layer_embedding.embedding)
@@ -202,7 +205,9 @@ class MetalDecoder(Decoder):
 
     def _forward(self, tokens: mx.array, spans: list[Span]) -> mx.array:
         """The residual stream float32 [rows, hidden] behind all layers."""
-        x = self._parts.packer.rows(self._embedding, tokens) * self.config.embedding_scale
+        x = self._parts.packer.rows(self._embedding, tokens)
+        if self.config.embedding_scale != 1:
+            x = x * self.config.embedding_scale
         inputs = self._layer_inputs(tokens, x)
         stream, step = Residual(self._parts, x), Pass(spans)
         for layer, block in enumerate(self._blocks):

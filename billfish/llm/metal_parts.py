@@ -15,6 +15,7 @@ import numpy as np
 from billfish.backends.metal.decoder import DecoderKernels, Heads
 from billfish.backends.metal.experts import open_gate
 from billfish.backends.metal.kernels import Kernels
+from billfish.backends.metal.layout import LEAST_SIZE
 from billfish.llm.metal_cache import MetalCache, State, States
 from billfish.llm.metal_weights import MetalPacker, rounded
 from billfish.llm.model_weights import ModelTensors
@@ -63,7 +64,9 @@ class Pass:
 
     def __init__(self, spans: list[Span]) -> None:
         self.spans = spans
-        self.positions = mx.array(np.concatenate([np.arange(s.start, s.end) for s in spans]).astype(np.int32))
+        positions = np.concatenate([np.arange(s.start, s.end) for s in spans])
+        padding = np.zeros(max(0, LEAST_SIZE - len(positions)))  # here it is no launch
+        self.positions = mx.array(np.concatenate([positions, padding]).astype(np.int32))
 
     def of_each(self, part: Callable[[Span], mx.array], axis: int = 0) -> mx.array:
         """What a part makes of each sequence, one behind the other."""
@@ -120,7 +123,8 @@ class Residual:
         if self._added is not None:
             y, post_norm, scale = self._added
             self._added = None
-            self._x = self._x + scale * (y.astype(mx.float32) if post_norm is None else self._parts.norm(y, post_norm))
+            y = y.astype(mx.float32) if post_norm is None else self._parts.norm(y, post_norm)
+            self._x = self._x + (y if scale == 1 else scale * y)
         return self._x
 
     def multiply(self, factor: mx.array) -> None:
@@ -227,7 +231,7 @@ class AttentionPart:
         else:
             sinks = None if self._sinks is None else self._sinks.astype(q.dtype)
             y = mx.fast.scaled_dot_product_attention(q, keys, values, scale=about.scale, mask=mask, sinks=sinks)
-        return y[0].swapaxes(0, 1).reshape(count, -1)
+        return y.swapaxes(1, 2).reshape(count, -1)  # y[0] would be a launch
 
 
 def _mask(count: int, keys: int, window: int) -> mx.array | str | None:

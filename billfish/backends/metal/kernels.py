@@ -27,8 +27,9 @@ BUSY = 256
 # Tiles have two panels of 16 columns, one for each simdgroup of their threadgroups.
 PANEL, TILE_M, TILE_N, RUN, THREADS = 16, 64, 32, 32, 64
 MATVEC_ROWS = 8
-# Simdgroups of a matvec's threadgroup, which share K: at most so many, each with so many k at least.
-MOST_PARTS, PART_K = 8, 2048
+# Simdgroups of a matvec's threadgroup, which share K: one for so many k; more where there are few columns, until there
+# are MATVEC_BUSY simdgroups, 13 for each of 40 cores, or each lane has one run.
+MOST_PARTS, PART_K, MATVEC_BUSY, LANES_K = 8, 2048, 512, 256
 # Rows of each expert, on average, from which on tiles are better: matvec reads the weights of an expert for each row.
 TILED_ROWS = 4
 
@@ -99,8 +100,9 @@ def _tiles(kernel: str, n: int, down: int, deep: int) -> Dispatch:
 
 
 def _matvec(kernel: str, n: int, k: int, times: int) -> Dispatch:
-    parts = max(1, min(k // PART_K, MOST_PARTS))
-    return Dispatch(kernel, (up(n, PANEL) * 32 * parts, times, 1), (32 * parts, 1, 1))
+    panels = up(n, PANEL)
+    parts = min(max(k // PART_K, up(MATVEC_BUSY, panels)), up(k, LANES_K), MOST_PARTS)
+    return Dispatch(kernel, (panels * 32 * parts, times, 1), (32 * parts, 1, 1))
 
 
 # ---- arrays of NumPy, MLX and torch, where they differ ---------------------------------------------------------------

@@ -1,23 +1,54 @@
 // Few rows of x: each weight is read from memory once and multiplied with all of them, in float, by the lane that decodes it.
 //
 // A simdgroup has one panel of 16 columns. A lane has COLUMNS of them, side by side, and shares them with 2 * COLUMNS - 1 other
-// lanes, which have other k. The simdgroups of a threadgroup have the same panel and other k, and add up at the end.
+// lanes, which have other k. The simdgroups of a threadgroup have the same panel and other k, and add up at the end. A row of y is
+// summed in the same order beside any number of other rows, so it has the same bits.
 namespace billfish {
 
-// COUNT numbers of x; from the `left`-th on they are zeros. K is a multiple of 4.
-template <int COUNT, typename T>
-METAL_FUNC void load_numbers(const device T* from, int left, thread T* to) {
-  if (left >= COUNT) {
+// Number i of 16 bytes.
+template <typename T>
+METAL_FUNC T number_of(uint4 words, int i) { return as_type<vec<T, 2>>(words[i / 2])[i % 2]; }
+template <>
+METAL_FUNC float number_of<float>(uint4 words, int i) { return as_type<float>(words[i]); }
+
+// ROWS rows of x [m, k]; those that are not there are the last one. Several are at multiples of 16 bytes.
+template <int ROWS, typename T>
+struct Rows {
+  static constexpr constant int wide = sizeof(T) == 2 ? 8 : 4;  // numbers in 16 bytes
+  const device T* rows[ROWS];
+
+  // xs [ROWS][wide] from k on.
+  METAL_FUNC void load(int k, thread T* xs) const thread {
     #pragma unroll
-    for (int i = 0; i < COUNT; i += 4) {
-      const Four<T> four = *(const device Four<T>*)(from + i);
-      #pragma unroll
-      for (int j = 0; j < 4; j++) to[i + j] = four.v[j];
+    for (int r = 0; r < ROWS; r++) {
+      if (ROWS > 1) {
+        const uint4 words = *(const device uint4*)(rows[r] + k);
+        #pragma unroll
+        for (int i = 0; i < wide; i++) xs[r * wide + i] = number_of<T>(words, i);
+      } else {
+        #pragma unroll
+        for (int i = 0; i < wide; i += 4) {
+          const Four<T> four = *(const device Four<T>*)(rows[r] + k + i);
+          #pragma unroll
+          for (int j = 0; j < 4; j++) xs[i + j] = four.v[j];
+        }
+      }
     }
-  } else {
-    #pragma unroll
-    for (int i = 0; i < COUNT; i++) to[i] = i < left ? from[i] : T(0);
   }
+};
+
+template <int ROWS, typename T>
+METAL_FUNC Rows<ROWS, T> rows_of(const device T* x, int m, int k) {
+  Rows<ROWS, T> all;
+  #pragma unroll
+  for (int r = 0; r < ROWS; r++) all.rows[r] = x + min(r, m - 1) * k;
+  return all;
+}
+
+// Whether all rows of x [m, k] begin at a multiple of 16 bytes: MLX hands contiguous slices over as they are, at any offset.
+template <typename T>
+METAL_FUNC bool has_aligned_rows(const device T* x, int k) {
+  return ((reinterpret_cast<ulong>(x) | ulong(k * int(sizeof(T)))) & 15) == 0;
 }
 
 // COUNT words at once, a power of two, from the i-th on.
@@ -58,122 +89,95 @@ struct Runs {
   }
 };
 
-// ---- one run, added to products [halves][ROWS][COLUMNS]
+// ---- one run
 
-// One or two rows: x stays in registers for all columns, and codes are multiplied as they are, those of each place by
-// themselves. What is to be subtracted or added for each weight is so for the sum of x, which `x_sums` [halves][ROWS] collects.
-template <int ROWS, int COLUMNS, typename T, typename W>
-METAL_FUNC void multiply_raw(const device T* x, int m, W w, thread const Runs<COLUMNS, W>& runs, int k0, thread float* products,
-                             thread float* x_sums) {
-  constexpr int places = W::Element::places, halves = W::halves;
-  T xs[ROWS * RUN];
+// Groups of some columns as `unscaled` takes them: where W::scaled, `minimum` is what a weight has beside its code, by unit(0).
+template <int COLUMNS, typename W>
+METAL_FUNC void load_groups(W w, int run, int column, thread Group* groups) {
+  w.template groups<COLUMNS>(run, column, groups);
   #pragma unroll
-  for (int r = 0; r < ROWS; r++) load_numbers<RUN>(x + (min(r, m - 1) * w.k + k0), w.k - k0, xs + r * RUN);
-  if (W::subtracts || W::adds) {
-    #pragma unroll
-    for (int i = 0; i < ROWS * RUN; i++) x_sums[i % RUN / (RUN / halves) * ROWS + i / RUN] += float(xs[i]);
-  }
-  #pragma unroll
-  for (int c = 0; c < COLUMNS; c++) {
-    float placed[halves * ROWS * places] = {0};
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const Part part = runs.part(c, i);
-      #pragma unroll
-      for (int t = 0; t < 4; t++) {
-        const half2 pair = W::Element::pair(part, t);
-        #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-          thread float& sum = placed[(t / 2 % halves * ROWS + r) * places + W::Element::place(t)];
-          sum = fma(float(pair.x), float(xs[r * RUN + 8 * t + 2 * i]), sum);
-          sum = fma(float(pair.y), float(xs[r * RUN + 8 * t + 2 * i + 1]), sum);
-        }
-      }
-    }
-    #pragma unroll
-    for (int i = 0; i < halves * ROWS; i++) {
-      float sum = placed[i * places];
-      #pragma unroll
-      for (int p = 1; p < places; p++) {
-        sum = fma(placed[i * places + p], W::Element::unit(p) / W::Element::unit(0), sum);
-      }
-      products[i * COLUMNS + c] = fma(sum, W::Element::unit(0), products[i * COLUMNS + c]);
-    }
+  for (int i = 0; i < W::halves * COLUMNS; i++) {
+    const float one = W::Element::unit(0);
+    if (W::scaled) groups[i].minimum = W::adds ? groups[i].minimum / one : -groups[i].zero / one * groups[i].scale;
   }
 }
 
-// More rows: x comes for 8 k at a time, and each weight is finished but for its scale.
+// Pair t of a column: weights, but for unit(0) where W::scaled, else for their scale.
+template <typename W>
+METAL_FUNC float2 unscaled(half2 pair, int t, Group group) {
+  const float unit = W::Element::unit(t);
+  if (W::scaled) return fma(float2(pair), float2(unit / W::Element::unit(0) * group.scale), float2(group.minimum));
+  return W::subtracts ? fma(float2(pair), float2(unit), float2(-group.zero)) : float2(pair);
+}
+
+// What weights lack where they are not W::scaled: products [ROWS][COLUMNS] of a group go to sums, and begin again.
+template <int ROWS, int COLUMNS>
+METAL_FUNC void scale_products(const thread Group* groups, thread float* products, thread float* sums) {
+  #pragma unroll
+  for (int i = 0; i < ROWS * COLUMNS; i++) {
+    sums[i] = fma(products[i], groups[i % COLUMNS].scale, sums[i]);
+    products[i] = 0.0f;
+  }
+}
+
+// The weights of k0 + 8t to k0 + 8t + 7, times x, added to sums [ROWS][COLUMNS].
 template <int ROWS, int COLUMNS, typename T, typename W>
-METAL_FUNC void multiply_finished(const device T* x, int m, W w, thread const Runs<COLUMNS, W>& runs, int k0,
-                                  thread const Group* groups, thread float* products) {
-  const device T* rows[ROWS];
+METAL_FUNC void multiply_eight(Rows<ROWS, T> x, thread const Runs<COLUMNS, W>& runs, int k0, int t,
+                               const thread Group* groups, thread float* sums) {
+  constexpr int wide = Rows<ROWS, T>::wide;
   #pragma unroll
-  for (int r = 0; r < ROWS; r++) rows[r] = x + (min(r, m - 1) * w.k + k0);
-  #pragma unroll
-  for (int t = 0; t < 4; t++) {
-    T xs[ROWS * 8];
-    #pragma unroll
-    for (int r = 0; r < ROWS; r++) load_numbers<8>(rows[r] + 8 * t, w.k - k0 - 8 * t, xs + r * 8);
-    const int h = t / 2 % W::halves;
+  for (int first = 0; first < 8; first += wide) {
+    T xs[ROWS * wide];
+    x.load(k0 + 8 * t + first, xs);
     #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
-      const Group group = groups[h * COLUMNS + c];
       #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        float2 v = float2(W::Element::pair(runs.part(c, i), t));
-        if (W::adds) {
-          v = fma(v, float2(W::Element::unit(t) * group.scale), float2(group.minimum));
-        } else if (W::subtracts || W::Element::places > 1) {
-          v = fma(v, float2(W::Element::unit(t)), float2(-group.zero));
-        }
+      for (int i = 0; i < wide / 2; i++) {
+        const float2 v = unscaled<W>(W::Element::pair(runs.part(c, first / 2 + i), t), t, groups[c]);
         #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-          thread float& sum = products[(h * ROWS + r) * COLUMNS + c];
-          sum = fma(v.x, float(xs[r * 8 + 2 * i]), sum);
-          sum = fma(v.y, float(xs[r * 8 + 2 * i + 1]), sum);
+          thread float& sum = sums[r * COLUMNS + c];
+          sum = fma(v.x, float(xs[r * wide + 2 * i]), sum);
+          sum = fma(v.y, float(xs[r * wide + 2 * i + 1]), sum);
         }
       }
     }
   }
 }
 
-// Weights one by one, as the reference has them, added to sums [ROWS][COLUMNS]: where x has an infinity, what offsets add for the
-// sum of x would be inf - inf. Words are read again, as registers have no index.
+// The same for a run that ends behind K: words are read again, as registers have no index. K is a multiple of 4.
 template <int ROWS, int COLUMNS, typename T, typename W>
-METAL_FUNC void add_plainly(const device T* x, int m, W w, int run, int column, thread const Group* groups, thread float* sums) {
-  #pragma unroll
-  for (int c = 0; c < COLUMNS; c++) {
-    #pragma nounroll
-    for (int i = 0; i < 4; i++) {
+METAL_FUNC void multiply_rest(thread const Rows<ROWS, T>& x, W w, int run, int column, int t, const thread Group* groups,
+                              thread float* sums) {
+  #pragma nounroll
+  for (int i = 0; i < 4; i++) {
+    const int k = run * RUN + 8 * t + 2 * i;
+    if (k >= w.k) break;
+    #pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
       const Part part = W::Element::part(w.words(run, column + c), w.high_words(run, column + c), i);
+      const float2 v = unscaled<W>(W::Element::pair(part, t), t, groups[c]);
       #pragma unroll
-      for (int t = 0; t < 4; t++) {
-        const float2 v = W::weights(W::Element::pair(part, t), t, groups[t / 2 % W::halves * COLUMNS + c]);
-        const int k = run * RUN + 8 * t + 2 * i;
-        #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-          const device T* pair = x + (min(r, m - 1) * w.k + k);
-          if (k < w.k) sums[r * COLUMNS + c] = fma(v.y, float(pair[1]), fma(v.x, float(pair[0]), sums[r * COLUMNS + c]));
-        }
+      for (int r = 0; r < ROWS; r++) {
+        thread float& sum = sums[r * COLUMNS + c];
+        sum = fma(v.x, float(x.rows[r][k]), sum);
+        sum = fma(v.y, float(x.rows[r][k + 1]), sum);
       }
     }
   }
 }
-
-METAL_FUNC bool is_number(float v) { return (as_type<uint>(v) & 0x7F800000u) != 0x7F800000u; }
 
 // ---- all of them
 
-// sums [ROWS][COLUMNS] of x rows times the first panel of w, for the k of this lane and this simdgroup, which is `part` of `parts`.
+// sums [ROWS][COLUMNS] of x times the first panel of w, for the k of this lane and this simdgroup, which is `part` of `parts`.
 template <int ROWS, int COLUMNS, typename T, typename W>
-METAL_FUNC void sum_panel(const device T* x, int m, W w, int part, int parts, int lane, thread float* sums) {
+METAL_FUNC void sum_panel(thread const Rows<ROWS, T>& x, W w, int part, int parts, int lane, thread float* sums) {
   constexpr int lanes = 2 * COLUMNS, halves = W::halves;
   constexpr int group_runs = W::group_k > RUN ? W::group_k / RUN : 1;
-  constexpr bool raw = ROWS <= 2, scaled = !raw && W::adds, summed = raw && (W::subtracts || W::adds);
   const int column = lane / lanes * COLUMNS;
   Group groups[halves * COLUMNS] = {};
   if (W::group_k == 0) {  // one lane reads what all of them need
-    if (lane % lanes == 0) w.template groups<COLUMNS>(0, column, groups);
+    if (lane % lanes == 0) load_groups<COLUMNS>(w, 0, column, groups);
     #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
       const ushort owner = lane / lanes * lanes;
@@ -182,43 +186,58 @@ METAL_FUNC void sum_panel(const device T* x, int m, W w, int part, int parts, in
     }
   }
   for (int group = part * lanes + lane % lanes; group * group_runs < w.runs(); group += parts * lanes) {
-    if (W::group_k != 0) w.template groups<COLUMNS>(group * group_runs, column, groups);
-    float products[halves * ROWS * COLUMNS] = {0}, x_sums[halves * ROWS] = {0};
+    if (W::group_k != 0) load_groups<COLUMNS>(w, group * group_runs, column, groups);
+    float products[ROWS * COLUMNS] = {0};
+    thread float* const added = W::scaled ? sums : products;
     const int end = min((group + 1) * group_runs, w.runs());
     for (int run = group * group_runs; run < end; run++) {
+      const bool whole = (run + 1) * RUN <= w.k;
+      const int k0 = ROWS > 1 ? run * RUN : 0;  // one row takes one pointer along; several share an index
+      Rows<ROWS, T> here = x;
+      if (ROWS == 1) here.rows[0] += run * RUN;
       Runs<COLUMNS, W> runs;
-      runs.fetch(w, run, column);
-      if (raw) {
-        multiply_raw<ROWS, COLUMNS>(x, m, w, runs, run * RUN, products, x_sums);
-      } else {
-        multiply_finished<ROWS, COLUMNS>(x, m, w, runs, run * RUN, groups, products);
-      }
-    }
-    if (summed) {
-      bool numbers = true;
+      if (whole) runs.fetch(w, run, column);
       #pragma unroll
-      for (int i = 0; i < halves * ROWS; i++) numbers = numbers && is_number(x_sums[i]);
-      if (!numbers) {
-        for (int run = group * group_runs; run < end; run++) add_plainly<ROWS, COLUMNS>(x, m, w, run, column, groups, sums);
-        continue;
+      for (int h = 0; h < halves; h++) {
+        const thread Group* own = groups + h * COLUMNS;
+        #pragma unroll
+        for (int t = h * 4 / halves; t < (h + 1) * 4 / halves; t++) {
+          if (whole) {
+            multiply_eight<ROWS, COLUMNS, T, W>(here, runs, k0, t, own, added);
+          } else {
+            multiply_rest<ROWS, COLUMNS>(x, w, run, column, t, own, added);
+          }
+        }
+        if (!W::scaled && halves == 2) scale_products<ROWS, COLUMNS>(own, products, sums);
       }
     }
+    if (!W::scaled && halves == 1) scale_products<ROWS, COLUMNS>(groups, products, sums);
+  }
+  #pragma unroll
+  for (int i = 0; i < ROWS * COLUMNS; i++) sums[i] *= W::scaled || !W::subtracts ? W::Element::unit(0) : 1.0f;
+}
+
+// sums [COUNT] of each of `lanes` neighbours, a power of two: their totals are shared out. Returns which of them a lane has, from that
+// one on and in sums[0] to sums[max(COUNT / lanes, 1) - 1]. Lanes are added up in one order for any COUNT.
+template <int COUNT>
+METAL_FUNC int total_lanes(thread float* sums, int lanes, int lane) {
+  int first = 0, left = COUNT;
+  #pragma unroll
+  for (ushort step = 1; step < lanes; step *= 2) {
+    if (left == 1) {
+      sums[0] += simd_shuffle_xor(sums[0], step);
+      continue;
+    }
+    const bool upper = lane & step;
+    left /= 2;
+    first += upper ? left : 0;
     #pragma unroll
-    for (int i = 0; i < halves * ROWS * COLUMNS; i++) {
-      const int h = i / (ROWS * COLUMNS), r = i / COLUMNS % ROWS, c = i % COLUMNS;
-      const Group g = groups[h * COLUMNS + c];
-      thread float& sum = sums[r * COLUMNS + c];
-      float product = products[i];
-      if (scaled) {
-        sum += product;
-        continue;
-      }
-      if (!raw && !W::subtracts && W::Element::places == 1) product *= W::Element::unit(0);
-      if (raw && W::subtracts) product = fma(-g.zero, x_sums[h * ROWS + r], product);
-      sum = fma(product, g.scale, sum);
-      if (W::adds) sum = fma(g.minimum, x_sums[h * ROWS + r], sum);
+    for (int i = 0; i < left; i++) {
+      const float low = sums[i], high = sums[i + left];
+      sums[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, step);
     }
   }
+  return first;
 }
 
 // One of these sums, over all simdgroups.
@@ -234,12 +253,12 @@ METAL_FUNC float total_of(const threadgroup float* scratch, int i, int parts) {
 template <int ROWS, int COLUMNS, bool HAS_BIAS, int GATE, typename T, typename B>
 METAL_FUNC void store_panel(thread float* sums, threadgroup float* scratch, device T* y, const device B* bias, int m, int n,
                             int panel, int part, int parts, int lane) {
-  constexpr int lanes = 2 * COLUMNS;
+  constexpr int lanes = 2 * COLUMNS, own = ROWS * COLUMNS > lanes ? ROWS * COLUMNS / lanes : 1;
+  const int first = total_lanes<ROWS * COLUMNS>(sums, lanes, lane);
+  const int at = (part * ROWS + first / COLUMNS) * PANEL + lane / lanes * COLUMNS + first % COLUMNS;
   #pragma unroll
-  for (int i = 0; i < ROWS * COLUMNS; i++) {
-    #pragma unroll
-    for (ushort step = 1; step < lanes; step *= 2) sums[i] += simd_shuffle_xor(sums[i], step);
-    if (lane % lanes == 0) scratch[(part * ROWS + i / COLUMNS) * PANEL + lane / lanes * COLUMNS + i % COLUMNS] = sums[i];
+  for (int i = 0; i < own; i++) {
+    if (lane % lanes < ROWS * COLUMNS) scratch[at + i] = sums[i];  // more lanes have the same
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (GATE != 0) {
@@ -267,7 +286,7 @@ template <int ROWS, int COLUMNS, bool HAS_BIAS, int GATE = 0, typename T, typena
 METAL_FUNC void multiply_panel(const device T* x, int m, W w, int panel, int part, int parts, int lane,
                                threadgroup float* scratch, device Y* y, const device B* bias) {
   float sums[ROWS * COLUMNS] = {0};
-  sum_panel<ROWS, COLUMNS>(x, m, w.from(panel), part, parts, lane, sums);
+  sum_panel<ROWS, COLUMNS>(rows_of<ROWS>(x, m, w.k), w.from(panel), part, parts, lane, sums);
   store_panel<ROWS, COLUMNS, HAS_BIAS, GATE>(sums, scratch, y, bias, m, w.n, panel, part, parts, lane);
 }
 

@@ -231,6 +231,8 @@ struct Weights {
   static constexpr constant int halves = GROUP == 16 ? 2 : 1;  // groups of a run
   static constexpr constant bool subtracts = Codes::bias != 0 || Scale::offset == Offset::zero;
   static constexpr constant bool adds = Scale::offset == Offset::minimum;
+  // Whether codes become weights by one fma with scale and offset: zero * scale is exact but for zero points and float32 scales.
+  static constexpr constant bool scaled = adds || (subtracts && (Scale::offset == Offset::none || sizeof(S) < 4));
   const device uint* codes;
   const device uint* high;
   const device S* scales;

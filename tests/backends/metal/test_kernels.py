@@ -243,14 +243,19 @@ def test_tiny_problems(m, n, k):
     ("kernel", "name"), diagonal(3, ["gemv", "gemm", "fused", "striped"], ["u4b8", "u4", "u4 fractional"])
 )
 def test_what_lies_beyond_k_is_not_seen(name, kernel):
-    """The last group is partial and its scale infinite: no code of it, so no NaN from padding."""
+    """The last group is partial and its scale infinite: no code of it, so no NaN from padding. The matvec makes
+    weights of code * scale - zero * scale, so it has the largest scale instead."""
     q = quantized(name, 8, 40, 32)
     storage = {name: array.copy() for name, array in q.storage.items()}
-    storage["scales"][1] = np.inf
+    storage["scales"][1] = 65504 if kernel == "gemv" else np.inf
     storage["packed"][4:] = 0xFFFFFFFF  # more than any zero point
     q = bf.QuantizedTensor.from_storage(q.format, storage, 32)
     x = np.ones((4, 40), np.float16)
-    assert np.isposinf(multiply(kernel, x, q)).all()
+    if kernel == "gemv":
+        x[:, 32:] = 2**-10
+        assert_within_contract(multiply(kernel, x, q), x, q, None)
+    else:
+        assert np.isposinf(multiply(kernel, x, q)).all()
 
 
 @pytest.mark.parametrize(("parts", "name"), diagonal(3, [1, 3, 8], ["fp4", "u4", "q5_1", "u8b128", "nvfp4", "q4_k"]))
@@ -283,11 +288,35 @@ def test_stripes(name, slices, monkeypatch):
         assert_same_bits(other, y)
 
 
-def test_x_may_begin_anywhere():
+@pytest.mark.parametrize(("kernel", "rows"), [("gemm", 9), ("gemv", 5)])
+def test_x_may_begin_anywhere(kernel, rows):
     """MLX hands contiguous slices over as they are, at any offset."""
     q = quantized("q4_0", 16, 64)
-    x = gaussian((1 + 9 * 64,)).astype(np.float16)[1:].reshape(9, 64)
-    assert_within_contract(multiply("gemm", x, q), x, q, None)
+    x = gaussian((1 + rows * 64,)).astype(np.float16)[1:].reshape(rows, 64)
+    assert x.ctypes.data % 16 != 0
+    assert_within_contract(multiply(kernel, x, q, check=True), x, q, None)
+
+
+# Each way to finish a weight: with its scale or without, with a zero point, a minimum, and two groups in a run.
+FINISHES = ("q4_0", "u4", "q2_k", "mxfp4", "nvfp4")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FINISHES else pytest.param(name, marks=pytest.mark.full) for name in FORMATS | MORE_FORMATS],
+)
+def test_a_row_has_the_same_bits_beside_any_others(name):
+    """From one row to eight, with a rest of K, and where rows are at no multiple of 16 bytes."""
+    turn = list(FORMATS | MORE_FORMATS).index(name)
+    k, group_size = sizes_of_k(name)[turn % len(sizes_of_k(name))]
+    q, dtype = quantized(name, 40, k, group_size), (FLOAT16, FLOAT32, BFLOAT16)[turn % 3]
+    x, bias = gaussian((8, k), 5).astype(dtype), gaussian((40,), 7).astype(dtype)
+    alone = np.concatenate([multiply("gemv", x[i : i + 1], q, bias) for i in range(8)])
+    assert_within_contract(alone, x, q, bias)
+    for m in range(2, 9):
+        assert_same_bits(multiply("gemv", x[:m], q, bias), alone[:m])
+    anywhere = np.concatenate([x[0, :1], x.ravel()])[1:].reshape(8, k)
+    assert_same_bits(multiply("gemv", anywhere, q, bias), alone)
 
 
 @pytest.mark.parametrize("count", [1, 7, 256, 1000])

@@ -27,12 +27,12 @@ BARRIERS = {
 }
 # Each test of a bound: what becomes of it.
 BOUNDS = [
-    ("gemv", "matvec.metal", "if (left >= COUNT)", "if (true)"),
-    ("gemv", "matvec.metal", "i < left ? from[i] : T(0)", "from[i]"),
+    ("gemv", "matvec.metal", "(run + 1) * RUN <= w.k", "true"),
+    ("gemv", "matvec.metal", "if (k >= w.k) break;", ""),
     ("gemv", "matvec.metal", "group * group_runs < w.runs()", "group * group_runs < w.runs() + 64"),
-    ("gemv", "matvec.metal", "i < m * PANEL", "i < 8 * PANEL"),
+    ("gemv", "matvec.metal", "i < m * PANEL; i", "i < 8 * PANEL; i"),
     ("gemv", "matvec.metal", "if (column < n)", "if (true)"),
-    ("gemv", "matvec.metal", "rows[r] = x + (min(r, m - 1) * w.k", "rows[r] = x + (r * w.k"),
+    ("gemv", "matvec.metal", "x + min(r, m - 1) * k", "x + r * k"),
     ("gemm", "tiles.metal", "return row < m;", "return true;"),
     ("fused", "tiles.metal", "full && left >= 8", "full"),
     ("gemm", "tiles.metal", "source >= 0 && skipped < left", "skipped < left"),
