@@ -33,7 +33,7 @@ from billfish.core.typing import Activations
 from billfish.llm.cuda_blocks import BlockMaker
 from billfish.llm.cuda_kv_cache import CudaCache, SequencePool
 from billfish.llm.cuda_sampling import choices
-from billfish.llm.cuda_steps import SCORED, CudaSteps, Fed, Result, Scratch, padded, rows_of
+from billfish.llm.cuda_steps import SCORED, CudaSteps, Fed, Result, Scratch, padded
 from billfish.llm.cuda_weights import GpuWeights
 from billfish.llm.decoder_base import PENDING, Decoder, Passage, PendingStep, with_drafts
 from billfish.llm.drafting.drafter import MOST_DRAFTED
@@ -462,21 +462,22 @@ class CudaDecoder(Decoder):
     def _groups(self, decoding: Sequence[Fed], prompts: Sequence[Fed]) -> Iterator[tuple[list[Fed], list[Fed]]]:
         """What goes into one step: as much as its memory has room for, and of a sequence one piece."""
         step, most = self._steps.memory, self._steps.sequences
-        decodes = list[Fed]()
+        decodes, rows = list[Fed](), 0
         for fed in decoding:
-            if rows_of(decodes) + len(fed.tokens) > most:
+            if rows + len(fed.tokens) > most:
                 yield decodes, []
-                decodes = []
+                decodes, rows = [], 0
             decodes.append(fed)
+            rows += len(fed.tokens)
+        first = rows = padded(rows) if decodes else 0
         group, numbers = list[Fed](), set[int]()
         for fed in prompts:
-            first = padded(rows_of(decodes)) if decodes else 0
-            rows = first + sum(len(each.tokens) for each in group) + len(fed.tokens)
-            if rows > step.rows or first + len(group) >= step.scored or fed.number in numbers:
+            if rows + len(fed.tokens) > step.rows or first + len(group) >= step.scored or fed.number in numbers:
                 yield decodes, group
-                decodes, group, numbers = [], [], set()
+                decodes, group, numbers, first, rows = [], [], set(), 0, 0
             group.append(fed)
             numbers.add(fed.number)
+            rows += len(fed.tokens)
         if decodes or group:
             yield decodes, group
 
