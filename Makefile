@@ -10,7 +10,7 @@ PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
 # The tests start hundreds of processes. Each would compile billfish again where bytecode may not be written.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo wheels test-wheels site test pytest check test-full docs-commands attack soak test-vllm test-clients test-agents test-llama-server test-lm-eval sanitize sanitize-address sanitize-undefined lint format clean
+.PHONY: demo wheels test-wheels site test pytest check test-full docs-commands attack soak test-vllm test-clients test-agents test-llama-server test-lm-eval sanitize sanitize-address sanitize-undefined sanitize-cuda lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run --temperature 0 -p "What is the capital of France?"
@@ -170,6 +170,15 @@ $(SANITIZERS): sanitize-%: $(VENV)/test.stamp
 	  -C cmake.define.BILLFISH_LEVELS=$$($(BIN)/python -c 'from billfish.backends.cpu import _cpu; print(_cpu.levels()[0])')
 	cd tests && LD_PRELOAD='$(PRELOAD)' ASAN_OPTIONS=detect_leaks=0 \
 	  ../build/$@/bin/python -m pytest -n auto -k 'not fork and not isa' backends/cpu/test_products.py backends/cpu/test_plain.py backends/cpu/test_dequantize.py llm/test_decoder.py
+
+# Kernels on a Hopper GPU under compute-sanitizer: steps of every architecture's small model, and products with x in bytes.
+SANITIZER_JOBS ?= 4
+SANITIZED = xargs -P $(SANITIZER_JOBS) -n 1 compute-sanitizer --error-exitcode 9 --tool
+sanitize-cuda: $(VENV)/test.stamp
+	for tool in memcheck racecheck initcheck; do \
+	  $(BIN)/python tests/support/cuda_sanitized_models.py | $(SANITIZED) $$tool $(BIN)/python tests/support/cuda_sanitized_models.py || exit; \
+	  seq 0 $$(($$($(BIN)/python tests/support/cuda_sanitized.py) - 1)) | $(SANITIZED) $$tool $(BIN)/python tests/support/cuda_sanitized.py || exit; \
+	done
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
