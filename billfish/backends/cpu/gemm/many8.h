@@ -22,6 +22,7 @@ KERNEL void add_buffered(const Weights& w, const Blocks& run, const uint8_t* ahe
     if (begins_span(run, b)) p += run.span_header, group += b > 0 ? P::HALVES : 0;
     ask();
     unroll<P::HALVES>([&](auto half) INLINED {
+      if constexpr (!P::over_blocks) put_aside<P>(total);
       typename P::Sums sum;
       sum_codes<P, decltype(half)::value>(p, x_block, run.count - b, w.table, sum, ask);
       const FloatActivations x_scales = x_block.scales(false), x_total = x_block.total(half);

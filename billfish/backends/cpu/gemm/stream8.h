@@ -120,6 +120,7 @@ template <class P, class Source> KERNEL void add_rows(const Weights& w, Blocks r
           if constexpr (SUM_OFFSET != 0 && !P::in_place(r)) store_floats(offset[half] + r * LANES, multiply(scale[half][r], splat(-SUM_OFFSET)));
           if constexpr (Source::minimums) minimum[half][r] = source.template minimum<P::row_at(r)>(half);
         });
+      if constexpr (P::T == X_ROWS) put_aside<P>(total);
       typename P::Sums sum;
       sum_codes<P, decltype(half)::value>(p, x_block, run.count - b, w.table, sum, ask);
       repeat<P::COUNT>([&](int r) INLINED {

@@ -47,6 +47,14 @@ template <class DECODER, int ROWS, int X_DIGITS, Reach REACH, bool FROM_START, i
   static constexpr bool in_place(int r) { return Decoder::in_place && (FIRST + r) % 2; }
 };
 
+// Leaves totals in memory until they are used next. Sixteen registers do not hold eight of them beside eight sums, and of all these clang
+// keeps the totals, which are used once for a group, where gcc puts aside what it should.
+template <class P> INLINED inline void put_aside([[maybe_unused]] typename P::Totals& total) {
+#if defined(__clang__) && (defined(BILLFISH_simd_avx2) || defined(BILLFISH_simd_avx_vnni))
+  P::each([&](int t, int r) INLINED { asm("" : "+m"(total[t][r])); });
+#endif
+}
+
 // Where the next block of x is, for the rows of a piece, and what belongs to its span.
 template <class P> struct BlockOfX {
   const int8_t* codes;
