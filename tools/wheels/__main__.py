@@ -40,7 +40,7 @@ def main() -> None:
         for python in pythons:
             if arguments.only and python.tags[0] not in arguments.only:
                 continue
-            start = time.monotonic()
+            start, used = time.monotonic(), processor_seconds()
             build = arguments.build / tag / python.tags[0]
             modules = compile_modules(
                 platform,
@@ -56,7 +56,14 @@ def main() -> None:
             wheel = write_wheel(files, modules, platform, python, arguments.out)
             check_wheel(wheel)
             size, seconds = wheel.stat().st_size / 1e6, time.monotonic() - start
-            print(f"{wheel.name}  {size:.2f} MB  {seconds:.0f} s", flush=True)
+            used = processor_seconds() - used
+            print(f"{wheel.name}  {size:.2f} MB  {seconds:.0f} s, {used:.0f} s of processor time", flush=True)
+
+
+def processor_seconds() -> float:
+    """What all finished child processes have used."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def build_sdist(out: Path) -> Path:

@@ -16,7 +16,7 @@ using Numbers = Contiguous<const float>;
 using Ids = Contiguous<const int32_t>;
 
 // x [tokens, k] or [tokens, chosen, k], ids [tokens, chosen], y [tokens, chosen, n].
-void multiply(const std::string& name, const ExpertArrays& arrays, Numbers x, Ids ids, int digits, Contiguous<float> y) {
+void multiply_chosen(const std::string& name, const ExpertArrays& arrays, Numbers x, Ids ids, int digits, Contiguous<float> y) {
   const Level& level = find_level(name);
   const ExpertStack stack = expert_stack(level, arrays);
   const Computing computing;
@@ -40,7 +40,7 @@ void run(const std::string& name, Numbers x, Ids ids, Numbers routing, const Exp
 namespace billfish {
 
 void bind_experts(nb::module_& module) {
-  module.def("multiply_experts", &multiply);
+  module.def("multiply_experts", &multiply_chosen);
   module.def("run_experts", &run, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
 }
 
