@@ -62,7 +62,7 @@ def prove_runners(arguments: argparse.Namespace) -> NoReturn:
     """Prove the wheels of a platform with Pythons that cannot run pip."""
     failed, tried = 0, 0
     for runner in map(shlex.split, arguments.runner):
-        answer = subprocess.check_output([*runner, "-c", ASK], text=True)
+        answer = subprocess.check_output([*runner, "-c", ASK], stdin=subprocess.DEVNULL, text=True)
         version = tuple(json.loads(answer.split("\n")[-2])[0])
         for wheel in sorted(arguments.folder.glob(f"billfish-*-{arguments.platform}.whl")):
             if fits(wheel, version):
@@ -150,7 +150,10 @@ def take(steps: dict[str, list[str]], folder: str, about: str) -> bool:
         # No variable of this environment, such as PYTHONPATH, and no folder that has a billfish in it.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         start = time.monotonic()
-        done = subprocess.run(step, cwd=folder, env=environment, capture_output=True, text=True)
+        # Under wine, Python does not start with any other standard input than a pipe or none.
+        done = subprocess.run(
+            step, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
         seconds[name] = time.monotonic() - start
         if done.returncode:
             break
