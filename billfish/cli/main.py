@@ -39,10 +39,11 @@ GROUPS = {
             'billfish run model.gguf "What is the capital of France?"',
         ),
         "serve": Command(
-            "serve a model: OpenAI-compatible HTTP API and a chat page",
-            "[MODEL] [options]",
+            "serve models: APIs of OpenAI, Anthropic and Ollama, a chat page",
+            "[MODEL ...] [options]",
             "billfish serve model.gguf --port 8080",
-            note="A request without temperature is sampled at 1; one without max_tokens may fill the context.",
+            note="A request without temperature is sampled as the model's files recommend, else at 0.8 with top-p "
+            "0.95; one without max_tokens may fill the context.",
         ),
         "eval": Command(
             "measure perplexity on a text, and KL divergence from another model",

@@ -208,17 +208,45 @@ def test_ollamas_api(server):
     assert (lines[-1]["done_reason"], lines[-1]["eval_count"]) == ("length", 6)
     whole = ok(server, "/api/generate", {"model": "small:latest", "prompt": "abba", "stream": False, **greedy})
     assert whole["response"] == alone(server, 6)
+    for each in (lines[-1], whole):  # of which clients make tokens per second
+        prompt, answer, total = (each[f"{name}_duration"] for name in ("prompt_eval", "eval", "total"))
+        assert min(prompt, answer) > 1
+        assert prompt + answer <= total
     raw = ok(server, "/api/generate", {"prompt": "abba", "raw": True, "stream": False, **greedy})
     assert raw["response"] == "".join(server.model.generate("abba", raw=True, max_tokens=6, activations="exact"))
     made = ok(server, "/api/chat", {"messages": ASKED, "format": PARAMETERS, "stream": False})
     assert json.loads(made["message"]["content"])["days"] in (1, 2, 3)
+    made = ok(server, "/api/generate", {"prompt": "abba", "raw": True, "format": PARAMETERS, "stream": False})
+    assert json.loads(made["response"])["days"] in (1, 2, 3)
     assert ok(server, "/api/chat", {"model": "small", "messages": [], "stream": False})["done_reason"] == "load"
     assert len(ok(server, "/api/embed", {"model": "small", "input": ["a", "b"]})["embeddings"]) == 2
     assert len(ok(server, "/api/embeddings", {"model": "small", "prompt": "a"})["embedding"]) == 64
-    assert send(server.url, "/api/tags", None, "GET")[2]["models"][0]["name"] == "small"
+    for path in ("/api/tags", "/api/ps"):
+        (listed,) = send(server.url, path, None, "GET")[2]["models"]
+        assert listed["name"] == "small"
+        assert len(listed["digest"]) == 64  # of which `ollama list` takes 12, and fails if there are fewer
     assert "tools" in ok(server, "/api/show", {"model": "small"})["capabilities"]
     status, _, answer = send(server.url, "/api/chat", {"messages": [{"role": "poet"}]})
     assert (status, set(answer)) == (400, {"error"})
+
+
+def test_log_probabilities_are_those_of_a_chat(server):
+    how = {"temperature": 0, "max_tokens": 6}
+    chat = ok(server, "/v1/chat/completions", {"messages": ASKED, "logprobs": True, "top_logprobs": 2, **how})
+    expected = chat["choices"][0]["logprobs"]["content"]
+    asked = {"input": "abba", "max_output_tokens": 6, "temperature": 0, "top_logprobs": 2}
+    assert ok(server, "/v1/responses", asked)["output"][0]["content"][0]["logprobs"] == expected
+    came = events(server.url, "/v1/responses", {**asked, "stream": True})
+    told = [entry for each in came if each["type"] == "response.output_text.delta" for entry in each["logprobs"]]
+    assert told == expected
+    assert came[-1]["response"]["output"][0]["content"][0]["logprobs"] == expected
+    included = {"input": "abba", "max_output_tokens": 6, "temperature": 0, "include": ["message.output_text.logprobs"]}
+    alone = ok(server, "/v1/responses", included)["output"][0]["content"][0]["logprobs"]
+    assert [each["logprob"] for each in alone] == [each["logprob"] for each in expected]
+    options = {"options": {"temperature": 0, "num_predict": 6}, "logprobs": True, "top_logprobs": 2}
+    assert ok(server, "/api/chat", {"messages": ASKED, "stream": False, **options})["logprobs"] == expected
+    lines = events(server.url, "/api/chat", {"messages": ASKED, **options})
+    assert [entry for each in lines for entry in each.get("logprobs", ())] == expected
 
 
 # ---- tokens and documents -------------------------------------------------------------------------------------------
@@ -494,7 +522,7 @@ def test_every_api_tells_thoughts_text_and_calls():
         whole: Any = openai_responses.ResponsesFormat(service, body, [], {}).whole([choice], Usage(5, 0, 9, 2))
         assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call"]
 
-        came, _ = formatted(ollama.OllamaFormat(service, True, chat=True), size)
+        came, _ = formatted(ollama.OllamaFormat(service, ollama.ChatBody(), chat=True), size)
         assert "".join(each["message"].get("thinking", "") for each in came) == "maybe"
         (calls,) = (each["message"]["tool_calls"] for each in came if "tool_calls" in each["message"])
         assert calls[0]["function"]["arguments"] == {"days": 1}

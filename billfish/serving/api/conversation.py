@@ -44,7 +44,7 @@ def prepare(service: Service, asked: Conversation, format: Format) -> Asked:
         made = prepare_chat(service.chat, _with_defaults(service, asked))
     prompt = service.encode(asked.place, made.text)
     requests = asked.settings.requests(asked.place, prompt, service.limits, service.defaults, made.shown)
-    if format.telemetry is not None:
+    if format.telemetry is not None and format.telemetry.reads:
         requests = [replace(each, progress=True) for each in requests]
     thought = made.thought
     if thought is not None:  # a budget that cannot be used up costs nothing

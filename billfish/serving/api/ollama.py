@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -13,14 +14,17 @@ from msgspec import Meta
 
 from billfish.llm.conversation.choice import Choice
 from billfish.llm.conversation.events import CallEnd, Event, Text, Thought
-from billfish.llm.detokenizer import MOST_STOPS, Token
-from billfish.serving.api.answering import LINES, Asked, Format, Usage, encode
+from billfish.llm.detokenizer import MOST_ALTERNATIVES, MOST_STOPS, Token
+from billfish.llm.grammar import json_schema
+from billfish.serving.api.answering import LINES, Asked, Format, Usage, encode, schema_errors
 from billfish.serving.api.chat_completions import Tool, function_of
 from billfish.serving.api.completions import _with_suffix
 from billfish.serving.api.conversation import Conversation, Turn, call_of, prepare
+from billfish.serving.api.logprobs import Logprobs
 from billfish.serving.api.request_bodies import Body, Refusal, refuse
 from billfish.serving.api.service import Service
 from billfish.serving.api.settings import Settings, Stop
+from billfish.serving.api.telemetry import Telemetry
 
 VERSION = "0.12.0"  # of the API: clients ask for it
 Keep = str | int | float
@@ -91,7 +95,12 @@ class Common(Body, kw_only=True):
     think: bool | Literal["low", "medium", "high"] | None = None
     stream: bool = True
     logprobs: bool = False
-    top_logprobs: int = 0
+    top_logprobs: Annotated[int, Meta(ge=0, le=MOST_ALTERNATIVES)] = 0
+
+    @property
+    def alternatives(self) -> int | None:
+        """Of each token; None if log probabilities are not wanted."""
+        return self.top_logprobs if self.logprobs or self.top_logprobs else None
 
 
 class ChatBody(Common, kw_only=True):
@@ -108,23 +117,21 @@ class GenerateBody(Common, kw_only=True):
 
 def read_chat(service: Service, body: ChatBody) -> Asked:
     """What a client asks. Without messages it only wants the model to be loaded, which it is."""
-    format = OllamaFormat(service, body.stream, chat=True)
+    format = OllamaFormat(service, body, chat=True)
     if not body.messages:
         return _nothing(format)
     turns = [_turn(f"messages[{index}]", message) for index, message in enumerate(body.messages)]
     functions = [function_of(tool.function) for tool in body.tools]
-    asked = Conversation(
-        turns, settings_of(body.options), functions=functions, schema=_schema(body), effort=_effort(body)
-    )
+    asked = Conversation(turns, settings_of(body), functions=functions, schema=_schema(body), effort=_effort(body))
     return prepare(service, asked, format)
 
 
 def read_generate(service: Service, body: GenerateBody) -> Asked:
     """What a client asks: a prompt that becomes a message, goes on as it is, or is filled in."""
-    format = OllamaFormat(service, body.stream, chat=False)
+    format = OllamaFormat(service, body, chat=False)
     if not body.prompt:
         return _nothing(format)
-    settings = settings_of(body.options)
+    settings = settings_of(body)
     if not body.raw and not body.suffix and service.model.template is not None:
         turns = [*([Turn("system", body.system)] if body.system else []), Turn("user", body.prompt)]
         asked = Conversation(turns, settings, place="prompt", schema=_schema(body), effort=_effort(body))
@@ -134,7 +141,11 @@ def read_generate(service: Service, body: GenerateBody) -> Asked:
     if body.suffix:
         prompt = _with_suffix(service, prompt, body.suffix)
     requests = settings.requests("prompt", prompt.tokens, service.limits, service.defaults)
-    return Asked(requests, [Choice() for _ in requests], format)
+    grammar = None
+    if (found := _schema(body)) is not None:
+        with schema_errors(found[1]):
+            grammar = json_schema(found[0]), found[1]
+    return Asked(requests, [Choice() for _ in requests], format, grammar=grammar)
 
 
 def _nothing(format: OllamaFormat) -> Asked:
@@ -142,9 +153,9 @@ def _nothing(format: OllamaFormat) -> Asked:
     return Asked([], [Choice()], format, empty=True)
 
 
-def settings_of(options: ModelOptions | None) -> Settings:
+def settings_of(body: Common) -> Settings:
     """The same for all APIs."""
-    given = options or ModelOptions()
+    given = body.options or ModelOptions()
     return Settings(
         max_tokens=None if given.num_predict is None or given.num_predict < 0 else given.num_predict,
         temperature=given.temperature,
@@ -156,6 +167,7 @@ def settings_of(options: ModelOptions | None) -> Settings:
         repetition_penalty=given.repeat_penalty,
         presence_penalty=given.presence_penalty,
         frequency_penalty=given.frequency_penalty,
+        logprobs=body.alternatives,
     )
 
 
@@ -187,17 +199,19 @@ class OllamaFormat(Format):
     media = LINES
     loads = False
 
-    def __init__(self, service: Service, stream: bool, chat: bool) -> None:
-        super().__init__(stream)
+    def __init__(self, service: Service, body: Common, chat: bool) -> None:
+        super().__init__(body.stream)
+        self._logprobs = None if body.alternatives is None else Logprobs(service.model.tokenizer.pieces)
+        self._tokens: list[Token] = []  # whose log probabilities are not told yet
         self._service, self._chat = service, chat
-        self._started, self._first = time.perf_counter_ns(), 0
-        self._calls = 0
+        self._started = time.perf_counter()
+        self.telemetry = Telemetry(progress=False, timings=False)  # for the durations
 
     def begin(self, choices: Sequence[Choice], prompt_tokens: int) -> bytes:
         return b""
 
     def step(self, index: int, choice: Choice, events: Sequence[Event], tokens: Sequence[Token]) -> bytes:
-        self._first = self._first or time.perf_counter_ns()
+        self._tokens += tokens
         data = []
         for each in events:
             if isinstance(each, Text):
@@ -215,23 +229,23 @@ class OllamaFormat(Format):
         return encode(error_body(refusal)) + b"\n"
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> object:
+        self._tokens += choices[0].tokens
         said = choices[0].message
         calls = [_call(choices[0], index) for index in range(len(said.calls))]
         return json.loads(self._last(choices[0], usage, said.text, said.thought, calls))
 
     def _last(self, choice: Choice, usage: Usage, text: str, thought: str, calls: list[dict[str, Any]]) -> bytes:
-        now = time.perf_counter_ns()
-        first = self._first or now
+        first, last = (self._started, self._started) if self.telemetry is None else self.telemetry.times(0)
         reason = "load" if self.loads else "length" if choice.finish_reason == "length" else "stop"
         counts: dict[str, Any] = {
             "done": True,
             "done_reason": reason,
-            "total_duration": now - self._started,
+            "total_duration": _nanoseconds(time.perf_counter() - self._started),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt,
-            "prompt_eval_duration": first - self._started,
+            "prompt_eval_duration": _nanoseconds(first - self._started),
             "eval_count": usage.completion,
-            "eval_duration": now - first,
+            "eval_duration": _nanoseconds(last - first),
         }
         told = {"done": True, "done_reason": reason} if self.loads else counts
         return self._line(text, thought, calls, **told)
@@ -239,7 +253,7 @@ class OllamaFormat(Format):
     def _line(
         self, text: str = "", thought: str = "", calls: Sequence[dict[str, Any]] = (), done: bool = False, **more: Any
     ) -> bytes:
-        head = {"model": self._service.name, "created_at": _now()}
+        head = {"model": self._service.name, "created_at": _time(time.time())}
         if self._chat:
             message: dict[str, Any] = {"role": "assistant", "content": text}
             message |= {"thinking": thought} if thought else {}
@@ -247,6 +261,9 @@ class OllamaFormat(Format):
             said: dict[str, Any] = {"message": message}
         else:
             said = {"response": text, **({"thinking": thought} if thought else {})}
+        if self._logprobs is not None and self._tokens:
+            said["logprobs"] = self._logprobs.of_chat(self._tokens)["content"]
+            self._tokens.clear()
         return encode({**head, **said, "done": done, **more}) + b"\n"
 
 
@@ -259,8 +276,12 @@ def _call(choice: Choice, index: int) -> dict[str, Any]:
     return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments}}
 
 
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat().replace("+00:00", "Z")
+def _nanoseconds(seconds: float) -> int:
+    return max(1, int(1e9 * seconds))  # programs divide by it
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).isoformat().replace("+00:00", "Z")
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:
@@ -289,12 +310,30 @@ class ShowBody(Body):
 def model_record(service: Service) -> dict[str, Any]:
     """A model, as Ollama lists it."""
     details = details_of(service.model.path, service.model.config.architecture)
-    return record_of(service.name, service.facts.nbytes, details)
+    return record_of(service.name, service.model.path, service.facts.nbytes, details)
 
 
-def record_of(name: str, nbytes: int, details: dict[str, Any]) -> dict[str, Any]:
-    """The same for a model that is not loaded."""
-    return {"name": name, "model": name, "modified_at": _now(), "size": nbytes, "digest": "", "details": details}
+def record_of(name: str, path: Path, nbytes: int, details: dict[str, Any]) -> dict[str, Any]:
+    """The same for a model that is not loaded. digest: of what tells it from others; `ollama list` shows its beginning,
+    and nobody can check it."""
+    modified = modified_at(path)
+    digest = hashlib.sha256(f"{name} {nbytes} {modified}".encode()).hexdigest()
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": modified,
+        "size": nbytes,
+        "digest": digest,
+        "details": details,
+    }
+
+
+def modified_at(path: Path) -> str:
+    """When a model's file or folder was written."""
+    try:
+        return _time(path.stat().st_mtime)
+    except OSError:
+        return _time(time.time())
 
 
 def details_of(path: Path, architecture: str) -> dict[str, Any]:
@@ -328,5 +367,5 @@ def show(service: Service, body: ShowBody) -> dict[str, Any]:
             f"{config.architecture}.embedding_length": config.hidden,
         },
         "capabilities": able,
-        "modified_at": _now(),
+        "modified_at": modified_at(service.model.path),
     }

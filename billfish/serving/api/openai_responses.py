@@ -19,6 +19,7 @@ from billfish.llm.detokenizer import MOST_ALTERNATIVES, Token
 from billfish.serving.api.answering import Asked, Format, Usage, event
 from billfish.serving.api.chat_completions import JsonFormat, TextFormat
 from billfish.serving.api.conversation import Conversation, ToolChoice, Turn, call_of, prepare
+from billfish.serving.api.logprobs import Logprobs
 from billfish.serving.api.request_bodies import Body, Refusal, refuse, wrong
 from billfish.serving.api.service import Service
 from billfish.serving.api.settings import (
@@ -34,6 +35,7 @@ from billfish.serving.api.telemetry import Telemetry
 from billfish.serving.ipc.client import ServerClient
 from billfish.serving.ipc.session import MOST_KEPT
 
+LOGPROBS = "message.output_text.logprobs"
 FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
@@ -135,7 +137,6 @@ class Reasoning(Body):
 
 class ResponsesBody(Body, kw_only=True):
     harmless: ClassVar = (HARMLESS - {"store", "metadata"}) | {
-        "include",
         "truncation",
         "max_tool_calls",
         "stream_options",
@@ -162,9 +163,17 @@ class ResponsesBody(Body, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
     store: bool = True
+    include: list[str] = []
     stream: bool = False
     timings_per_token: bool = False
     return_progress: bool = False
+
+    @property
+    def alternatives(self) -> int | None:
+        """Of each token; None if log probabilities are not wanted."""
+        if self.top_logprobs is None and LOGPROBS not in self.include:
+            return None
+        return self.top_logprobs or 0
 
 
 class Stored(NamedTuple):
@@ -212,7 +221,7 @@ def read_responses(service: Service, body: ResponsesBody) -> Asked:
             top_k=body.top_k,
             min_p=body.min_p,
             seed=body.seed,
-            logprobs=body.top_logprobs,
+            logprobs=body.alternatives,
         ),
         place="input",
         functions=[_function(name, each.tool) for name, each in tools.items()],
@@ -331,6 +340,8 @@ class ResponsesFormat(Format):
         self._number = -1
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
+        self._logprobs = None if body.alternatives is None else Logprobs(service.model.tokenizer.pieces)
+        self._tokens: list[Token] = []  # whose log probabilities are not told yet
 
     def begin(self, choices: Sequence[Choice], prompt_tokens: int) -> bytes:
         response = self._response("in_progress")
@@ -339,6 +350,7 @@ class ResponsesFormat(Format):
         )
 
     def step(self, index: int, choice: Choice, events: Sequence[Event], tokens: Sequence[Token]) -> bytes:
+        self._tokens += tokens
         read = [] if self.telemetry is None else self.telemetry.prompt_progress(index)
         kind = "response.in_progress"
         data = [self._event(kind, response=self._response("in_progress"), prompt_progress=each) for each in read]
@@ -362,6 +374,7 @@ class ResponsesFormat(Format):
             events.append(Text(message.text))
         for index, call in enumerate(message.calls):
             events += [CallBegin(index, call.name, call.id), CallArguments(index, call.arguments), CallEnd(index)]
+        self._tokens += choices[0].tokens
         for each in events:
             list(self._take(each))
         list(self._close())
@@ -379,7 +392,11 @@ class ResponsesFormat(Format):
             yield self._delta("response.reasoning_text.delta", each.text, content_index=0)
         elif isinstance(each, Text):
             yield from self._opened("message")
-            yield self._delta("response.output_text.delta", each.text, content_index=0, logprobs=[])
+            told = [] if self._logprobs is None else self._logprobs.of_chat(self._tokens)["content"]
+            self._tokens.clear()
+            yield self._delta("response.output_text.delta", each.text, content_index=0, logprobs=told)
+            if self._open is not None:
+                self._open["_logprobs"] += told
         elif isinstance(each, CallBegin):
             called = self._tools.get(each.name)
             kind = "custom_tool_call" if called is not None and called.tool.type == "custom" else "function_call"
@@ -407,7 +424,7 @@ class ResponsesFormat(Format):
             "function_call": {"arguments": ""},
             "custom_tool_call": {"input": ""},
         }
-        self._open = {**item, **empty[kind], **more, "_text": ""}
+        self._open = {**item, **empty[kind], **more, "_text": "", "_logprobs": []}
         yield self._event("response.output_item.added", output_index=len(self._items), item=_told(self._open))
         if kind in ("reasoning", "message"):
             yield self._event("response.content_part.added", **self._where(), content_index=0, part=_part(kind, ""))
@@ -424,10 +441,10 @@ class ResponsesFormat(Format):
         kind, text = item["type"], item["_text"]
         item["status"] = "completed"
         if kind in ("reasoning", "message"):
-            part = _part(kind, text)
+            part = _part(kind, text, item["_logprobs"])
             item["content"] = [part]
             name = "response.reasoning_text.done" if kind == "reasoning" else "response.output_text.done"
-            more: dict[str, Any] = {} if kind == "reasoning" else {"logprobs": []}
+            more: dict[str, Any] = {} if kind == "reasoning" else {"logprobs": item["_logprobs"]}
             yield self._event(name, **self._where(), content_index=0, text=text, **more)
             yield self._event("response.content_part.done", **self._where(), content_index=0, part=part)
         elif kind == "function_call":
@@ -471,6 +488,7 @@ class ResponsesFormat(Format):
 
     def _response(self, status: str) -> dict[str, Any]:
         body = self._body
+        format = None if body.text is None else body.text.format
         return {
             "id": self._id,
             "object": "response",
@@ -489,7 +507,7 @@ class ResponsesFormat(Format):
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             "store": body.store,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"} if format is None else msgspec.to_builtins(format)},
             "tool_choice": "auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice),
             "tools": [msgspec.to_builtins(tool) for tool in body.tools],
             "top_p": body.top_p,
@@ -500,13 +518,13 @@ class ResponsesFormat(Format):
 
 
 def _told(item: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in item.items() if name != "_text"}
+    return {name: value for name, value in item.items() if not name.startswith("_")}
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def _free_text(arguments: str) -> str:

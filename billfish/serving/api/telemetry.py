@@ -15,6 +15,7 @@ class Telemetry:
     def __init__(self, *, progress: bool, timings: bool) -> None:
         """progress: whether the client wants `prompt_progress`. timings: whether it wants `timings`."""
         self.timings, self._progress = timings, progress
+        self.reads = progress or timings  # whether it needs the progress of the prefill
         self.tokens_of: Callable[[int], int] = lambda index: 0
         self._new: dict[int, list[Progress]] = {}  # not told yet
         self._read: dict[int, Progress] = {}
@@ -36,6 +37,11 @@ class Telemetry:
         """A token of an answer has come."""
         self._last[index] = time.perf_counter()
         self._first.setdefault(index, self._last[index])
+
+    def times(self, index: int) -> tuple[float, float]:
+        """When the first token of an answer came, and the last one; now, if none has."""
+        now = time.perf_counter()
+        return self._first.get(index, now), self._last.get(index, now)
 
     def prompt_progress(self, index: int) -> list[dict[str, Any]]:
         """What was not told yet."""

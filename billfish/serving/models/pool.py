@@ -318,7 +318,7 @@ class ModelPool(Models):
         if entry.service is not None:
             return ollama.model_record(entry.service)
         details = (entry.shown or {}).get("details") or ollama.details_of(entry.named.path, "")
-        return ollama.record_of(entry.name, entry.size, details)
+        return ollama.record_of(entry.name, entry.named.path, entry.size, details)
 
     async def show(self, body: ollama.ShowBody) -> dict[str, Any]:
         """Reads its files, but for the weights, and does not load it."""
