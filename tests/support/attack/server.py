@@ -324,6 +324,13 @@ async def vanishes(server: Attacked, rng: random.Random) -> int:
     return 1
 
 
+async def prompts(server: Attacked, rng: random.Random) -> int:
+    """Ordinary requests with long prompts, of which no cache holds any."""
+    body = {"prompt": "".join(rng.choices("abcd efgh", k=200)), "max_tokens": 2}
+    (_,) = await server.exchange(request("/v1/completions", json.dumps(body).encode()), answers=1, half=False)
+    return 1
+
+
 async def texts(server: Attacked, rng: random.Random) -> int:
     """What is read apart from answers: vectors of several texts, documents to rank, probabilities of a long prompt."""
     some = ["a b " * rng.randrange(1, 20) for _ in range(rng.choice([1, 4, 16]))]
@@ -368,7 +375,7 @@ Attack = Callable[[Attacked, random.Random], Awaitable[int]]
 # How many of a thousand attacks are of each kind.
 KINDS: dict[Attack, int] = {
     ordinary: 40,
-    changed_bytes: 270,
+    changed_bytes: 260,
     odd_bodies: 200,
     odd_fields: 80,
     smuggled: 100,
@@ -379,6 +386,7 @@ KINDS: dict[Attack, int] = {
     half_closed: 60,
     unread: 10,
     vanishes: 120,
+    prompts: 10,
     texts: 10,
     bombs: 4,
     silent: 3,
