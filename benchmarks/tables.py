@@ -504,18 +504,31 @@ def gemm_formats(results: Results) -> str:
     return table(rows)
 
 
-def llm_gpu(results: Results, shapes: Iterable[str] = ("8b", "1b")) -> str:
+GPU_MODELS = {"8b": "8B", "1b": "1B", "gpt-oss-20b": "gpt-oss-20b", "qwen3-30b-a3b": "Qwen3-30B-A3B"}
+
+
+def llm_gpu(results: Results) -> str:
     """tok/s; in brackets, our speed-up over the peer."""
     peers = {"llama.cpp": "llama.cpp", "transformers fp16": "transformers, float16"}
     names = {"generate": "decode, one sequence", "prompt": "prefill, {} tokens", "streams": "decode, batch of {}"}
     rows = [["tok/s", "billfish", *peers.values()]]
     for record in results["records"]:
-        if record["shape"] in shapes:
-            ours, (kind, _, count) = record["tok_per_s"], record["case"].partition("_")
-            found = ((record["peers"].get(name)) for name in peers)
-            beside = [f"{theirs:,.0f} ({ours / theirs:.2f})" if theirs else "" for theirs in found]
-            rows.append([f"{record['shape'].upper()}: {names[kind].format(count)}", f"{ours:,.0f}", *beside])
+        ours, (kind, _, count) = record["tok_per_s"], record["case"].partition("_")
+        found = ((record["peers"].get(name)) for name in peers)
+        beside = [f"{theirs:,.0f} ({ours / theirs:.2f})" if theirs else "" for theirs in found]
+        model = GPU_MODELS[record["shape"]] + (f" ({record['date']})" if "date" in record else "")
+        rows.append([f"{model}: {names[kind].format(count)}", f"{ours:,.0f}", *beside])
     return table(rows)
+
+
+def llm_gpu_peers(results: Results) -> str:
+    """Versions of llama.cpp, and when they were measured, where that was in other runs."""
+    versions = results["versions"]
+    other = {name: version for name, version in versions.items() if name.startswith("llama.cpp, ")}
+    found = dict[str, list[str]]()
+    for name, version in other.items():
+        found.setdefault(version, []).append(GPU_MODELS[name.removeprefix("llama.cpp, ")])
+    return "; ".join(f"{version} ({', '.join(models)})" for version, models in found.items())
 
 
 def token_gpu(results: Results) -> str:
@@ -746,7 +759,8 @@ TABLES: Mapping[str, Table] = {
     "drafting-h200": Table(
         "drafting_h200.json", drafting_steps, "python -m benchmarks.drafting --device cuda --steps --json FILE"
     ),
-    "llm-h200": Table("llm_cuda_h200.json", llm_gpu, "python -m benchmarks.llm_cuda --llama FOLDER --json FILE"),
+    "llm-h200-peers": Table("llm_cuda_h200.json", llm_gpu_peers),
+    "llm-h200": Table("llm_cuda_h200.json", llm_gpu, "python -m benchmarks.llm_cuda --peers FILE --json FILE"),
     "llm-h200-prefill-fp8": Table("cuda_bytes_h200.json", prefill_fp8),
     "token-h200": Table("token_h200.json", token_gpu, "python -m benchmarks.token_cuda --json FILE"),
     "token-neoverse": Table(
