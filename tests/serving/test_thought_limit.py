@@ -73,6 +73,20 @@ def test_json_comes_behind_the_budget(server):
     assert answer.reasoning_content
 
 
+def test_drafts_do_not_change_where_a_thought_ends(server):
+    how = {
+        "temperature": 0,
+        "max_tokens": 60,
+        "activations": "exact",
+        "logit_bias": {70: 100.0},
+        "reasoning_budget": 20,
+    }
+    drafted = server.model.chat(USER, **how, draft="ngram").generation
+    assert drafted.tokens == server.model.chat(USER, **how).generation.tokens
+    assert drafted.drafts.drafted > 0
+    assert CLOSING in written(server.model, drafted.tokens)
+
+
 def test_every_api_has_a_budget(server):
     chat = {"messages": USER, "max_tokens": 60, "temperature": 0}
     expected = server.model.chat(USER, max_tokens=60, temperature=0, reasoning_budget=5, activations="exact")
