@@ -10,7 +10,7 @@ import pytest
 from attack import server
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts memory and descriptors as Linux does")
-SLOW = (server.silent, server.endless, server.bombs)  # they wait for limits of seconds; tests/serving has them
+SLOW = (server.silent, server.endless, server.bombs, server.large)  # they take seconds; tests/serving has them
 
 
 @pytest.mark.promise(
@@ -65,6 +65,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: "
         (HEAD + b'32\r\n\r\n{"choices": [{"text": "other"}]}', server.ordinary, "another answer"),
         (HEAD + b"0\r\n\r\n", server.pipelined, "200"),
         (b"", server.half_closed, "no end after"),
+        (HEAD + b"0\r\n\r\n", server.foreign, "200"),
     ],
 )
 def test_harm_is_noticed(answer, kind, said):

@@ -253,7 +253,8 @@ def test_names_of_the_host_that_are_let_in(host):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example.com", "evil.example.com:8080", "127.0.0.1.evil.com", "[evil.com]", "a.b"]
+    "host",
+    ["evil.example.com", "evil.example.com:8080", "127.0.0.1.evil.com", "[evil.com]", "[::1].evil.com", "[::1", "a.b"],
 )
 def test_names_of_the_host_that_are_not(host):
     assert not HostCheck(None, Keys([]), ["llm.example.com"]).allows(host)

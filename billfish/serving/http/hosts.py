@@ -41,7 +41,10 @@ class HostCheck:
 
     def allows(self, host: str) -> bool:
         """Whether a request may use a name: an address, a name that no stranger can have, or one that was allowed."""
-        name = host.lower().partition("]")[0].lstrip("[") if host.startswith("[") else host.lower().partition(":")[0]
+        bracketed = host.startswith("[")  # an IPv6 address
+        name, end, behind = host.lower()[bracketed:].partition("]" if bracketed else ":")
+        if bracketed and (not end or behind[:1] not in ("", ":")):
+            return False
         name = name.rstrip(".")
         try:
             ipaddress.ip_address(name.partition("%")[0])

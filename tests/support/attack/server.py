@@ -223,6 +223,40 @@ async def odd_fields(server: Attacked, rng: random.Random) -> int:
     return 1
 
 
+async def large(server: Attacked, rng: random.Random) -> int:
+    """Very many prompts, messages, names or stop texts, or very long ones: counted before they are used."""
+    many = rng.choice([100, 2000, 50_000, 300_000])
+    path, body = rng.choice(
+        [
+            ("/v1/completions", {"prompt": ["a"] * many}),
+            ("/v1/completions", {"prompt": [[5]] * many}),
+            ("/v1/completions", {"prompt": ["a" * many] * 9}),
+            ("/v1/completions", {"prompt": "a", "max_tokens": 3, "stop": ["b" + " " * many] * 15}),
+            ("/v1/completions", {"prompt": "a", "max_tokens": 3, "logit_bias": {str(i): 1 for i in range(many)}}),
+            ("/v1/completions", {"prompt": "a", "max_tokens": 1, "x" * many: 1}),
+            ("/v1/chat/completions", {"messages": MESSAGES * many}),
+            ("/v1/embeddings", {"input": ["a"] * many}),
+            ("/v1/rerank", {"query": "a", "documents": ["a"] * many}),
+            ("/tokenize", {"content": "a" * many}),
+        ]
+    )
+    data = json.dumps(body).encode()
+    if rng.random() < 0.2:  # a name that occurs again and again
+        data = data[:-1] + b', "n": 1' * many + b"}"
+    found = await server.exchange(request(path, data), seconds=SCHEMA_SECONDS, answers=1, half=False)
+    assert len(data) > 4_000_000 or len(found) == 1  # the answer to one that is too large may be lost
+    return 1
+
+
+async def foreign(server: Attacked, rng: random.Random) -> int:
+    """A page of another site, whose name leads here."""
+    name = rng.choice(["example.com", "localhost.example.com", "127.0.0.1.example.com", "\u00e9.com", "[::1].a.com"])
+    data = posted(rng).replace(b"Host: localhost", f"Host: {name}:{server.port}".encode(), 1)
+    (found,) = await server.exchange(data, answers=1, half=False)
+    assert found[0] in (400, 421), found
+    return 1
+
+
 async def smuggled(server: Attacked, rng: random.Random) -> int:
     """Requests whose end two readers could see in different places. A second request hides behind it."""
     hidden = request("/v1/models/hidden")
@@ -375,9 +409,11 @@ Attack = Callable[[Attacked, random.Random], Awaitable[int]]
 # How many of a thousand attacks are of each kind.
 KINDS: dict[Attack, int] = {
     ordinary: 40,
-    changed_bytes: 260,
+    changed_bytes: 240,
     odd_bodies: 200,
     odd_fields: 80,
+    large: 4,
+    foreign: 16,
     smuggled: 100,
     chunks: 60,
     pipelined: 10,
