@@ -194,13 +194,14 @@ def eight_clients(results: Results) -> str:
 # What tells cases of waves apart in most records, and what is measured. Anything else is part of a case's name.
 WAVE_KEYS = {"clients", "prompt", "common", "answer", "wave", "tok_per_s", "cached_tokens", "of_decoder"}
 WAVE_KEYS |= {f"{what}_p{part}_ms" for what in ("first_token", "gap") for part in (50, 99)}
+WAVE_KEYS |= {"others_tok_per_s", "others_of_plain"}
 
 
 def waves(results: Results) -> str:
     """tok/s of the first and the last wave of each case; times and cached tokens are those of the last."""
     cases: dict[tuple[str, ...], list[Results]] = {}
     for record in results["records"]:
-        more = [f"{key.replace('_', ' ')} {value}" for key, value in record.items() if key not in WAVE_KEYS and value]
+        more = [f"{value} {key.replace('_', ' ')}" for key, value in record.items() if key not in WAVE_KEYS and value]
         common = f" ({record['common']:,} common)" if record.get("common") else ""
         asked = f"{record['prompt']:,}{common} / {record['answer']}"
         cases.setdefault((", ".join([str(record["clients"]), *more]), asked), []).append(record)
@@ -259,6 +260,14 @@ def attack_neighbor(results: Results) -> str:
         parts = [f"{ratio[which]:.2f}" for ratio in ratios for which in ("median", "p99")]
         lines.append([name.replace("_", " "), f"{each['requests']:,}", *times, *parts])
     return table(lines)
+
+
+def waves_mixed(results: Results) -> str:
+    """Words: what other clients keep of their tokens per second beside one that asks for much."""
+    found = [record for record in results["records"] if "others_of_plain" in record]
+    least = min(record["others_of_plain"] for record in found)
+    others = f"the other {found[0]['clients'] - 1}"
+    return f"{others} generate at least {least:.0%} of the tokens per second that they have without it"
 
 
 def soaked(results: Results) -> str:
@@ -781,6 +790,7 @@ TABLES: Mapping[str, Table] = {
     "attack-neighbor": Table(
         "attack_neighbor.json", attack_neighbor, "python tests/support/attack/server.py --beside 3 --clients 8"
     ),
+    "serving-h200-mixed": Table("serving_h200.json", waves_mixed),
     "soak": Table("serving_soak.json", soaked),
     "soak-h200": Table("serving_soak_h200.json", soaked),
     "vllm-tokens": Table("vllm_tokens.json", served, "make test-vllm"),
