@@ -68,14 +68,6 @@ class Truth:
         self.windows = cut_windows(model, tokens, self.window)
         self._hidden: dict[int, NDArray[np.float32]] = {}
 
-    @classmethod
-    def of_windows(cls, model: Model, windows: Sequence[Sequence[int]]) -> Truth:
-        """Of windows that are cut already."""
-        truth = cls.__new__(cls)
-        truth.model, truth.window, truth._hidden = model, max(map(len, windows)), {}
-        truth.windows = [list(window) for window in windows]
-        return truth
-
     def scores(self, window: int, rows: slice) -> NDArray[np.float32]:
         """Of some tokens of a window, [rows, vocabulary]."""
         if window not in self._hidden:

@@ -25,17 +25,15 @@ class RoundingGate:
     rate: how far a step goes.
     """
 
-    def __init__(
-        self, codes: NDArray[np.uint8], values: NDArray[np.float32], target: Tensor | None, device: torch.device
-    ) -> None:
+    def __init__(self, codes: Tensor, values: NDArray[np.float32], target: Tensor | None) -> None:
         levels = np.unique(values[np.isfinite(values)])
         self._values, self._levels = values, levels
-        self._numbers = torch.from_numpy(levels).to(device)
+        self._numbers = torch.from_numpy(levels).to(codes.device)
         places = np.searchsorted(levels, values).clip(max=len(levels) - 1).astype(np.uint8)
-        self._first = torch.from_numpy(places[codes]).to(device)
+        self._first = torch.from_numpy(places).to(codes.device)[codes.int()]
         self.rate = 0.0
-        self.offset = torch.zeros(codes.shape, device=device)
-        self.mean = torch.zeros(codes.shape, device=device, dtype=torch.bfloat16)
+        self.offset = torch.zeros(codes.shape, device=codes.device)
+        self.mean = torch.zeros(codes.shape, device=codes.device, dtype=torch.bfloat16)
         if target is not None:
             self.offset += (self._place(target) - self._first).clamp_(-START, START).nan_to_num_(0)
 

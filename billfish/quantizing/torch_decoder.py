@@ -31,7 +31,39 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class TorchDecoder:
+class TorchHead:
+    """The last norm and the LM head of a model."""
+
+    def __init__(self, tensors: ModelTensors, device: torch.device) -> None:
+        self.tensors, self.config, self.device = tensors, tensors.config, device
+        self._vectors: dict[Vector, Tensor] = {}
+        self._head = self.floats(tensors.matrix(self.config.head))
+
+    def floats(self, tensor: Any) -> Tensor:
+        """A tensor of the model in float32, on the device."""
+        plain = dequantize(tensor) if isinstance(tensor, QuantizedTensor) else np.asarray(tensor).astype(np.float32)
+        return torch.from_numpy(np.ascontiguousarray(plain, np.float32)).to(self.device)
+
+    def _vector(self, vector: Vector) -> Tensor:
+        if vector not in self._vectors:
+            self._vectors[vector] = self.floats(self.tensors.vector(vector))
+        return self._vectors[vector]
+
+    def _norm(self, x: Tensor, vector: Vector | None) -> Tensor:
+        if vector is None:
+            return x
+        if isinstance(vector, LayerNorm):
+            parts = self._vector(vector), self._vector(vector.bias)
+            return functional.layer_norm(x, (x.shape[-1],), *parts, self.config.norm_epsilon)
+        return functional.rms_norm(x, (x.shape[-1],), self._vector(vector), self.config.norm_epsilon)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of hidden states [m, hidden]: [m, vocabulary]."""
+        scores = functional.linear(self._norm(hidden, self.config.final_norm), self._head) / self.config.logit_scale
+        return _capped(scores, self.config.logit_cap)
+
+
+class TorchDecoder(TorchHead):
     """A model of attention and dense feed-forward layers.
 
     weights: gives a matrix [rows, columns] of a layer in float32, on the device.
@@ -45,38 +77,21 @@ class TorchDecoder:
         device: torch.device,
         computed: Callable[[], object] = lambda: None,
     ) -> None:
-        self.tensors, self.config, self.device = tensors, tensors.config, device
         check_supported(tensors)
+        super().__init__(tensors, device)
         self._weights, self._computed = weights, computed
-        self._vectors: dict[Vector, Tensor] = {}
         self._biases: dict[Matrix, Tensor | None] = {}
         self._ropes = [
             (torch.tensor(tensors.frequencies(rope), dtype=torch.float64), rope) for rope in self.config.ropes
         ]
         self._angles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by rope and tokens: windows have few lengths
         self._embedding = tensors.table(self.config.embedding)
-        self._head = self.floats(tensors.matrix(self.config.head))
-
-    def floats(self, tensor: Any) -> Tensor:
-        """A tensor of the model in float32, on the device."""
-        plain = dequantize(tensor) if isinstance(tensor, QuantizedTensor) else np.asarray(tensor).astype(np.float32)
-        return torch.from_numpy(np.ascontiguousarray(plain, np.float32)).to(self.device)
-
-    def _vector(self, vector: Vector) -> Tensor:
-        if vector not in self._vectors:
-            self._vectors[vector] = self.floats(self.tensors.vector(vector))
-        return self._vectors[vector]
 
     def _multiply(self, x: Tensor, matrix: Matrix) -> Tensor:
         if matrix not in self._biases:
             bias = self.tensors.bias(matrix)
             self._biases[matrix] = None if bias is None else self.floats(bias)
         return functional.linear(x, self._weights(matrix), self._biases[matrix])
-
-    def _norm(self, x: Tensor, vector: Vector | None) -> Tensor:
-        if vector is None:
-            return x
-        return functional.rms_norm(x, (x.shape[-1],), self._vector(vector), self.config.norm_epsilon)
 
     def hidden(self, tokens: Sequence[int]) -> Tensor:
         """What the last norm gets, of a text from its beginning."""
@@ -87,11 +102,6 @@ class TorchDecoder:
         for block in self.config.blocks:
             x = checkpoint(self._block, block, x, use_reentrant=False)
         return x
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Of hidden states [m, hidden]: [m, vocabulary]."""
-        scores = functional.linear(self._norm(hidden, self.config.final_norm), self._head) / self.config.logit_scale
-        return _capped(scores, self.config.logit_cap)
 
     def _block(self, block: Block, x: Tensor) -> Tensor:
         mixer, part = block.mixer, block.feed_forward

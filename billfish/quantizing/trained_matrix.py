@@ -33,7 +33,7 @@ class TrainedMatrix:
         self, tensor: QuantizedTensor, device: torch.device, codes: bool = False, target: NDArray[Any] | None = None
     ) -> None:
         self._tensor, self._format, self._size = tensor, tensor.format, tensor.group_size
-        codes_before = tensor.format.unpack_codes(tensor.storage)
+        known = torch.from_numpy(np.array(tensor.format.unpack_codes(tensor.storage), order="C")).to(device)
         self._planes = tensor.format.unpack_scales(tensor.storage)  # which are small
         groups = tensor.format.group_values(self._planes)
         self._scale = _on(groups.scale, device)
@@ -50,9 +50,9 @@ class TrainedMatrix:
         numbers = tensor.format.element.values
         if codes:
             wanted = None if target is None else self._unscaled(_on(target, device))
-            self.gate = RoundingGate(codes_before, numbers, wanted, device)
+            self.gate = RoundingGate(known, numbers, wanted)
         else:
-            factors = self._factors(_on(numbers, device)[torch.from_numpy(codes_before.astype(np.int32)).to(device)])
+            factors = self._factors(_on(numbers, device)[known.int()])
             half = factors.half()
             self._fixed = half if bool((half == factors).all()) else factors
 

@@ -2,7 +2,7 @@
 
 Codes stay as they are, or are trained, too. The result is an ordinary file: the same formats, the same size, the same
 speed. The loss is the KL divergence of the predictions, as `billfish eval --against` measures it, and Adam takes a step
-for each window of the text. What the other model predicts is computed once, by our kernels.
+for each window of the text. The other model's hidden states are computed once, by our kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -36,8 +36,8 @@ from billfish.core.format import Format
 from billfish.core.progress import Progress
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.version import __version__
-from billfish.llm.evaluation import Truth, check_vocabularies
-from billfish.llm.model import load
+from billfish.llm.evaluation import check_vocabularies
+from billfish.llm.model import Model, load
 from billfish.llm.model_files import Source, open_source
 from billfish.llm.model_weights import ModelTensors
 from billfish.models import describe
@@ -48,7 +48,7 @@ from billfish.quantizing.calibrate_checkpoint import TOKENS, WINDOW, named_text,
 if TYPE_CHECKING:
     import torch
 
-    from billfish.quantizing.torch_decoder import TorchDecoder
+    from billfish.quantizing.torch_decoder import TorchDecoder, TorchHead
     from billfish.quantizing.trained_matrix import TrainedMatrix
 
 CALL = "tune"
@@ -137,6 +137,25 @@ class Steps:
     codes: bool = False
 
 
+@dataclass
+class Truth:
+    """What a model predicts for windows of tokens. Its hidden states are computed once and kept."""
+
+    model: Model
+    windows: Sequence[Sequence[int]]
+    head: TorchHead
+    _hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def logits(self, window: int, rows: slice) -> torch.Tensor:
+        """Of some tokens of a window, [rows, vocabulary]."""
+        import torch
+
+        if window not in self._hidden:
+            self._hidden[window] = torch.from_numpy(self.model.hidden(self.windows[window]))
+        with torch.no_grad():
+            return self.head.logits(self._hidden[window][rows].to(self.head.device))
+
+
 class Training:
     """Quantized matrices of a model, and what they are to achieve."""
 
@@ -210,6 +229,8 @@ class Training:
         return self._fixed[matrix]
 
     def _truth(self, against: Path) -> Truth:
+        from billfish.quantizing.torch_decoder import TorchHead
+
         model = load(against, device=str(self._device), progress=False)
         check_vocabularies(self._source.tokenizer().pieces, model.tokenizer.pieces)
         longest = max(map(len, self._windows))
@@ -217,7 +238,7 @@ class Training:
             raise DataError(
                 bad_argument(CALL, "window", longest, f"at most {model.config.context}, the context of {against}")
             )
-        return Truth.of_windows(model, self._windows)
+        return Truth(model, self._windows, TorchHead(model.decoder.tensors, self._device))
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -256,7 +277,6 @@ class Training:
 
     def _gradients(self, window: int) -> float:
         """Of the mean divergence of a window, which is returned. Logits come in parts, gradients of layers at once."""
-        import torch
 
         tokens = self._windows[window]
         hidden = self.decoder.hidden(tokens)
@@ -264,8 +284,7 @@ class Training:
         total = 0.0
         for start in range(0, len(tokens), ROWS):
             rows = slice(start, min(start + ROWS, len(tokens)))
-            scores = torch.from_numpy(self.truth.scores(window, rows)).to(self._device)
-            p, q = scores.log_softmax(-1), self.decoder.logits(behind[rows]).log_softmax(-1)
+            p, q = self.truth.logits(window, rows).log_softmax(-1), self.decoder.logits(behind[rows]).log_softmax(-1)
             divergence = (p.exp() * (p - q)).sum() / len(tokens)
             divergence.backward()  # type: ignore[no-untyped-call]
             total += divergence.item()

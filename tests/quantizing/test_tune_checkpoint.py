@@ -19,7 +19,7 @@ from billfish.llm.model_files import open_source
 from billfish.llm.model_weights import ModelTensors
 from billfish.models import describe
 from billfish.quantizing import tune_checkpoint as tuning
-from billfish.quantizing.torch_decoder import TorchDecoder
+from billfish.quantizing.torch_decoder import TorchDecoder, TorchHead
 from billfish.quantizing.trained_matrix import TrainedMatrix, why_fixed
 
 pytestmark = pytest.mark.torch
@@ -57,6 +57,8 @@ def test_the_decoder_in_torch_gives_our_logits(tmp_path, name):
     expected = ours.decoder.logits(ours.hidden(tokens, "exact"), "exact")
     found = theirs.logits(theirs.hidden(tokens)).detach().numpy()
     np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
+    truth = tuning.Truth(ours, [tokens], TorchHead(tensors, CPU))
+    np.testing.assert_allclose(truth.logits(0, slice(2, 5)), expected[2:5], atol=2e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
