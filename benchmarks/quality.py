@@ -14,7 +14,7 @@ measured again. At the end, the pages with its tables are written anew (pages.py
 Methods: rtn, mse; weighted, which is mse with the mean squares of the inputs; gptq, with the inputs of the float model;
 sequential, which is gptq with those of the quantized matrices before; tune, which is sequential and then `billfish
 tune`; codes, which is the same with --codes; bits, which is weighted with a format for each matrix (`--bits 4.6`);
-ggml.
+bits-sequential, bits-tune and bits-codes, which are sequential, tune and codes with `--bits 4.5`; ggml.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ from billfish.llm.evaluation import Truth, evaluate
 from billfish.llm.model_files import open_source
 from billfish.quantizing.bit_plan import BitPlan
 from billfish.quantizing.calibrate_checkpoint import calibrate_checkpoint, default_text
+from billfish.quantizing.quantize_checkpoint import quantize_to_bits
 from billfish.quantizing.sensitivity import plan_bits
 from billfish.statistics import InputStatistics, Statistics
 
 FEW, MANY = 2048, 32768  # tokens for calibration
-BITS = 4.6
+BITS, LESS_BITS = 4.6, 4.5
 PIECES, TOKENS, BATCH = 100, 64, 16  # of news, of each of them, and paragraphs that are calibrated with at a time
 RESULTS = records.RESULTS / "quality.json"
 
@@ -84,24 +85,31 @@ def quantized_in_order(folder: Path, case: Case) -> Path:
     """The model, quantized with what comes before. A folder may have it already."""
     text, format, group_size = folder / "mixed.txt", case["format"], case["group_size"]
     suffix = ".gguf" if format in TARGETS["gguf"]().formats else ""
-    made = folder / f"{format}-{group_size}{suffix}"
+    made = folder / (f"{format}-{group_size}{suffix}" if format else f"bits-{LESS_BITS}")
     if not made.exists():
         text.write_text(calibration_text("mixed"))
-        settings = {"group_size": group_size, "method": "gptq", "calibrate": text, "requantize": True}
-        bf.quantize_checkpoint(default_model(), made, format, **settings)
+        settings = {"method": "gptq", "calibrate": str(text), "requantize": True}
+        if format:
+            bf.quantize_checkpoint(default_model(), made, format, group_size=group_size, **settings)
+        else:
+            plan = str(folder / "plan.txt")
+            further = {"group_size": None, "statistics": None, **settings}
+            quantize_to_bits(default_model(), str(made), LESS_BITS, None, plan, {}, **further)
     return made
 
 
 def tuned(folder: Path, case: Case) -> Path:
     """The same, tuned."""
-    source = quantized_in_order(folder, case)
-    out, codes = source.with_name(f"{case['method']}-{source.name}"), case["method"] == "codes"
+    source, codes = quantized_in_order(folder, case), case["method"].endswith("codes")
+    out = source.with_name(f"{case['method']}-{source.name}")
     settings = {"text": folder / "mixed.txt", "tokens": MANY, "codes": codes, "overwrite": True}
     bf.tune_checkpoint(source, out, against=default_model(), **settings)
     return out
 
 
+# Methods that are measured from files, as users write them.
 IN_ORDER = {"sequential": quantized_in_order, "tune": tuned, "codes": tuned}
+IN_ORDER |= {f"bits-{name}": write for name, write in IN_ORDER.items()}
 
 
 def named(format: str) -> Case:
@@ -117,7 +125,7 @@ def cases(formats: list[str], methods: list[str]) -> Iterator[Case]:
         for method in methods:
             if method in ("rtn", "mse"):
                 yield about | {"method": method, "calibration_text": "", "calibration_tokens": 0}
-            elif method in IN_ORDER:
+            elif method in IN_ORDER and not method.startswith("bits-"):
                 yield about | {"method": method, "calibration_text": "mixed", "calibration_tokens": MANY}
             elif method in ("weighted", "gptq") or (method == "ggml" and name in ("q4_0", "iq4_nl")):
                 yield about | {"method": method, "calibration_text": "mixed", "calibration_tokens": MANY}
@@ -125,9 +133,10 @@ def cases(formats: list[str], methods: list[str]) -> Iterator[Case]:
                     yield about | {"method": method, "calibration_text": "documentation", "calibration_tokens": MANY}
                     if name == "fp4":
                         yield about | {"method": method, "calibration_text": "mixed", "calibration_tokens": FEW}
-    if "bits" in methods:
-        about = {"format": "", "group_size": 0, "method": "bits"}
-        yield about | {"calibration_text": "mixed", "calibration_tokens": MANY}
+    for method in methods:
+        if method.startswith("bits"):
+            about = {"format": "", "group_size": 0, "method": method}
+            yield about | {"calibration_text": "mixed", "calibration_tokens": MANY}
 
 
 def requantized(
@@ -293,7 +302,7 @@ def main() -> None:
     parser.set_defaults(json=RESULTS)
     parser.option("--tokens", "tokens of news", 20480, command.positive, "N")
     parser.listed("--formats", "formats", "q4_0,fp4:32,u4b8:128,u4:128,nvfp4,mxfp4,iq4_nl")
-    parser.listed("--methods", "methods", "rtn,mse,weighted,gptq,sequential,tune,codes,bits")
+    parser.listed("--methods", "methods", "rtn,mse,weighted,gptq,sequential,tune,codes,bits,bits-sequential,bits-tune")
     parser.option("--device", "cpu, cuda or cuda:N; auto is a GPU if there is one", "auto", str, "D")
     parser.add_argument("--folder", type=Path, help="folder that keeps statistics, 1.2 GB (default: none)")
     parser.add_argument("--ggml", type=Path, metavar="FOLDER", help="folder with libggml-base.so: its quantizer, too")

@@ -310,11 +310,30 @@ def language(results: Results) -> str:
     columns: list[Results] = [{"method": "rtn"}, {"method": "mse"}, *calibrated]
     head = ["format, group size", "bits per weight", "`rtn`", "`mse`"]
     head += ["weighted, mixed", "`gptq`, mixed", "weighted, documentation", "`gptq`, documentation"]
-    sequential = {"method": "sequential", "calibration_text": "mixed", "calibration_tokens": 32768}
-    if any(sequential.items() <= record.items() for record in results["records"]):
-        columns.insert(4, sequential)
-        head.insert(6, "`gptq` in order, mixed")
     return table([head, *by_format(results["records"], columns, "divergence", 3)])
+
+
+def in_order(results: Results) -> str:
+    """KL divergence of GPTQ by the float model's inputs and in order, and of `tune` after it, in brackets over the
+    first."""
+    methods = {"gptq": "`--no-sequential`", "sequential": "`--method gptq`", "tune": "then `tune`"}
+    methods["codes"] = "then `tune --codes`"
+    rows: dict[str, dict[str, Results]] = {}
+    for record in results["records"]:
+        if (record["calibration_text"], record["calibration_tokens"]) == ("mixed", 32768):
+            name = f"{record['format']}, {record['group_size']}" if record["format"] else "`--bits 4.5`"
+            rows.setdefault(name, {})[record["method"].removeprefix("bits-")] = record
+    cells = [["format, group size", "bits per weight", *methods.values()]]
+    for name, found in rows.items():
+        if "sequential" in found:
+            row = [name, f"{found['sequential']['bits_per_weight']:.2f}"]
+            for method in methods:
+                value = found[method]["divergence"] if method in found else None
+                first = found["gptq"]["divergence"] if "gptq" in found and method != "gptq" else None
+                share = f" ({value / first:.2f})" if value and first else ""
+                row.append("" if value is None else f"{value:.4f}{share}")
+            cells.append(row)
+    return table(cells)
 
 
 def embeddings(results: Results) -> str:
@@ -870,6 +889,7 @@ TABLES: Mapping[str, Table] = {
     # quality
     "quality-llm": Table("quality.json", language, QUALITY),
     "quality-llm-others": Table("quality.json", others, QUALITY),
+    "quality-in-order": Table("quality.json", in_order, "python -m benchmarks.quality --methods sequential,tune,codes"),
     "quality-embeddings": Table("quality.json", embeddings, QUALITY),
     "quality-range": Table("quality.json", divergences),
     "sweep": Table("sweep.json", sweep, "python -m benchmarks.sweep MODEL --text FILE --calibrate FILE"),

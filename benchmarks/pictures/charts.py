@@ -356,11 +356,13 @@ def token_gpu() -> Drawing:
 # ---- KL divergence ----------------------------------------------------------------------------------------------
 
 METHODS = {
-    "rtn": ("rtn, no calibration", "grey"),
-    "mse": ("mse, no calibration", "blue"),
-    "ggml": ("llama.cpp's quantizer, imatrix", "green"),
+    "rtn": ("rtn", "grey"),
+    "mse": ("mse", "blue"),
+    "ggml": ("llama.cpp's, imatrix", "green"),
     "weighted": ("--calibrate", "orange"),
-    "gptq": ("--calibrate, gptq", "pink"),
+    "gptq": ("gptq", "pink"),
+    "sequential": ("gptq in order", "sky"),
+    "tune": ("then tune", "yellow"),
 }
 
 
@@ -368,7 +370,7 @@ def kl() -> Drawing:
     """Rows of formats by their bits; KL divergence of SmolLM2 across."""
     results = records.read("quality.json")
     found = [r for r in results["records"] if r["calibration_text"] in ("", "mixed")]
-    found = [r for r in found if r["calibration_tokens"] in (0, 32768)]
+    found = [r for r in found if r["calibration_tokens"] in (0, 32768) and r["method"] in (*METHODS, "bits")]
     rows: dict[tuple[float, str], list[Record]] = {}
     for record in found:
         name = "--bits 4.6" if record["method"] == "bits" else f"{record['format']}:{record['group_size']}"
