@@ -60,13 +60,15 @@ class Piece:
 
     text: may be "" while part of a character, or what may begin a stop string, is held back. tokens: those whose text
     is out with this piece. A token inside a stop string never comes. finished: "" up to the last piece, which has
-    "stop", "length", "cancelled", "failed" or "refused". error: a sentence, with the last two.
+    "stop", "length", "cancelled", "failed" or "refused". error: a sentence, with the last two. stop: the stop string
+    that ended the answer, if one did.
     """
 
     text: str
     tokens: tuple[Token, ...] = ()
     finished: str = ""
     error: str = ""
+    stop: str = ""
 
 
 def check_text_settings(call: str, stop: Sequence[str], logprobs: int | None) -> None:
@@ -83,7 +85,7 @@ class StopText:
     """A stop string, and how much of it the answer ends with so far (Knuth, Morris, Pratt)."""
 
     def __init__(self, text: str) -> None:
-        self._text, self.matched = text, 0
+        self.text, self.matched = text, 0
         self._shorter = [0]  # behind n + 1 matched characters: how many are matched if the next one is another
         for character in text[1:]:
             length = self._shorter[-1]
@@ -93,7 +95,7 @@ class StopText:
 
     def first_end(self, text: str) -> int | None:
         """Go on with the answer. Returns the end of the first stop string, counted from the beginning of `text`."""
-        stop, matched = self._text, self.matched
+        stop, matched = self.text, self.matched
         for index, character in enumerate(text, 1):
             while matched and stop[matched] != character:
                 matched = self._shorter[matched - 1]
@@ -104,16 +106,15 @@ class StopText:
         return None
 
     def __len__(self) -> int:
-        return len(self._text)
+        return len(self.text)
 
 
 class HeldText:
-    """The text of an answer on its way out. What may begin a stop string waits. `stopped` when a stop string came."""
+    """The text of an answer on its way out. What may begin a stop string waits. stop: the one that came, or ""."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [StopText(stop) for stop in stops]
-        self._held = ""
-        self.stopped = False
+        self._held = self.stop = ""
 
     def push(self, text: str) -> str:
         """Return what goes out after this text has come."""
@@ -121,10 +122,11 @@ class HeldText:
             return text
         before, held = len(self._held), self._held + text
         ends = [(stop, stop.first_end(text)) for stop in self._stops]
-        starts = [before + end - len(stop) for stop, end in ends if end is not None]
+        starts = [(before + end - len(stop), stop.text) for stop, end in ends if end is not None]
         if starts:
-            self.stopped, self._held = True, ""
-            return held[: min(starts)]
+            start, self.stop = min(starts)
+            self._held = ""
+            return held[:start]
         out = len(held) - max(stop.matched for stop in self._stops)
         self._held = held[out:]
         return held[:out]
@@ -165,7 +167,7 @@ class Detokenizer:
         self._waiting.append((described, self._came))
         out = self._held.push(text)
         self._gone += len(out)
-        if self._held.stopped:
+        if self._held.stop:
             return self._piece(out, "stop")
         return self.end(finished, text=out) if finished else self._piece(out)
 
@@ -173,12 +175,12 @@ class Detokenizer:
         """Return the last piece. text: goes out before what is still held."""
         rest = self._held.push(self._characters.decode(b"", final=True)) + self._held.rest()
         self._gone += len(rest)
-        return self._piece(text + rest, "stop" if self._held.stopped else reason, error)
+        return self._piece(text + rest, "stop" if self._held.stop else reason, error)
 
     def _piece(self, text: str, finished: str = "", error: str = "") -> Piece:
         ready = [token for token, end in self._waiting if end <= self._gone or (finished and token.offset < self._gone)]
         self._waiting = self._waiting[len(ready) :]
-        return Piece(text, tuple(ready), finished, error)
+        return Piece(text, tuple(ready), finished, error, self._held.stop)
 
     def _described(self, token: int, data: bytes, scored: Sequence[Scored]) -> Token:
         if not scored:

@@ -150,6 +150,12 @@ def test_messages_of_anthropic(server):
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert "".join(each["delta"]["text"] for each in came if each["type"] == "content_block_delta") == alone(server, 6)
     assert came[0]["message"]["usage"]["input_tokens"] == len(server.model.encode(ASKED))
+    stop = alone(server, 6)[2:4]
+    for stops, told in (([stop, "no such"], ("stop_sequence", stop)), (["no such"], ("max_tokens", None))):
+        found = ok(server, "/v1/messages", body | {"stop_sequences": stops})
+        assert (found["stop_reason"], found["stop_sequence"]) == told
+        last = events(server.url, "/v1/messages", body | {"stop_sequences": stops, "stream": True})[-2]
+        assert (last["delta"]["stop_reason"], last["delta"]["stop_sequence"]) == told
     counted = ok(server, "/v1/messages/count_tokens", {"messages": ASKED})
     assert counted == {"input_tokens": len(server.model.encode(ASKED))}
     long = {"messages": [{"role": "user", "content": "b" * 1100}], "max_tokens": 1}

@@ -14,12 +14,13 @@ from billfish.llm.detokenizer import Piece, Token
 @dataclass
 class Choice:
     """One answer as it grows. reader: tells text from thoughts and calls. finish_reason: at its end, as OpenAI has it:
-    "stop", "length" or "tool_calls"."""
+    "stop", "length" or "tool_calls". stop: the stop string that ended it, if one did."""
 
     reader: Reader = field(default_factory=PlainReader)
     message: Message = field(default_factory=Message)
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None
+    stop: str = ""
 
     def take(self, piece: Piece) -> list[Event]:
         """Go on with the answer. Returns what is new."""
@@ -29,6 +30,7 @@ class Choice:
         for event in events:
             self.message.add(event)
         self.tokens += piece.tokens
+        self.stop = piece.stop
         if self.reader.done:
             self.finish_reason = "tool_calls"
         elif piece.finished:

@@ -243,8 +243,7 @@ class MessagesFormat(Format):
         data = b"".join(self._close())
         if self._index < 0:  # an answer has a block at least
             data += b"".join(self._opened("text", {"type": "text", "text": ""})) + b"".join(self._close())
-        delta = {"stop_reason": REASONS[choices[0].finish_reason or "stop"], "stop_sequence": None}
-        return data + _event("message_delta", delta=delta, usage=_usage(usage)) + _event("message_stop")
+        return data + _event("message_delta", delta=_stopped(choices[0]), usage=_usage(usage)) + _event("message_stop")
 
     def failed(self, refusal: Refusal) -> bytes:
         return event(error_body(refusal), "error")
@@ -259,8 +258,7 @@ class MessagesFormat(Format):
             {"type": "tool_use", "id": f"toolu_{call.id}", "name": call.name, "input": _input(call.arguments)}
             for call in said.calls
         ]
-        reason = REASONS[choices[0].finish_reason or "stop"]
-        return {**self._head, "content": content, "stop_reason": reason, "usage": _usage(usage)}
+        return {**self._head, "content": content, **_stopped(choices[0]), "usage": _usage(usage)}
 
     def _take(self, each: Event) -> Iterator[bytes]:
         if isinstance(each, Thought):
@@ -298,6 +296,13 @@ class MessagesFormat(Format):
 
 def _event(kind: str, **fields: Any) -> bytes:
     return event({"type": kind, **fields}, kind)
+
+
+def _stopped(choice: Choice) -> dict[str, Any]:
+    """Why an answer ended."""
+    if choice.finish_reason == "stop" and choice.stop:
+        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop}
+    return {"stop_reason": REASONS[choice.finish_reason or "stop"], "stop_sequence": None}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
