@@ -21,6 +21,7 @@ import numpy as np
 
 from billfish.backends import BACKENDS
 from billfish.backends.metal import EmulatorBackend, MetalBackend
+from billfish.backends.metal.kernels import MATVEC_ROWS
 from billfish.core.errors import DataError, ModelError, bad_argument, failure
 from billfish.core.typing import Activations
 from billfish.llm.decoder_base import Decoder, Passage
@@ -31,6 +32,7 @@ from billfish.llm.metal_sampler import next_tokens
 from billfish.llm.model_weights import ModelTensors
 from billfish.llm.recurrent_checkpoints import places
 from billfish.llm.sampler import Sampler
+from billfish.models.description import Attention, Dense
 
 CHUNK = 512  # rows of a prompt at once
 
@@ -119,6 +121,28 @@ class MetalDecoder(Decoder):
             if alone:
                 self._begin_next(passages[0][0], chosen)
             return [int(token) for token in np.array(chosen)]
+
+    def rows_alike(self, activations: Activations | None) -> int:
+        """As many rows as share weights in our kernels, where all of a row's numbers come from them or from itself."""
+        blocks = self.config.blocks
+        alone = all(isinstance(block.mixer, Attention) and isinstance(block.feed_forward, Dense) for block in blocks)
+        return MATVEC_ROWS if alone and self._parts.packer.all_packed else 1
+
+    def scores(
+        self, passages: Sequence[Passage], wanted: Sequence[int], activations: Activations | None
+    ) -> list[Floats]:
+        """As others do, but no pass has more than `rows_alike` rows of several sequences: kernels depend on them."""
+        together: list[list[int]] = []
+        for number, (_, tokens) in enumerate(passages):
+            rows = sum(len(passages[each][1]) for each in together[-1]) if together else self.chunk
+            if rows + len(tokens) <= MATVEC_ROWS:
+                together[-1].append(number)
+            else:
+                together.append([number])
+        found: list[Floats] = []
+        for numbers in together:
+            found += super().scores([passages[i] for i in numbers], [wanted[i] for i in numbers], activations)
+        return found
 
     def _last_rows(self, passages: Sequence[Passage]) -> mx.array:
         """The hidden state behind the last token of each passage."""

@@ -14,9 +14,9 @@ import numpy as np
 
 from billfish.backends.metal.decoder import DecoderKernels, Heads
 from billfish.backends.metal.experts import open_gate
-from billfish.backends.metal.kernels import Kernels
+from billfish.backends.metal.kernels import MATVEC_ROWS, Kernels
 from billfish.backends.metal.layout import LEAST_SIZE
-from billfish.llm.metal_cache import MetalCache, State, States
+from billfish.llm.metal_cache import KeysAndValues, MetalCache, State, States
 from billfish.llm.metal_weights import MetalPacker, rounded
 from billfish.llm.model_weights import ModelTensors
 from billfish.models.description import (
@@ -218,13 +218,21 @@ class AttentionPart:
         return self._parts.rounded(mx.concatenate(parts, axis=-1))
 
     def _attend(self, q: mx.array, span: Span, source: int) -> mx.array:
-        """Queries [1, heads, count, head size] -> outputs [count, heads * head size]."""
-        about, count = self._about, span.count
+        """Queries [1, heads, count, head size] -> outputs [count, heads * head size]. A few attend one by one, so that
+        each has the bits that it has alone."""
+        if span.count > MATVEC_ROWS:
+            return self._attend_to(q, span.cache.keys[source], span.start, span.count)
+        held = span.cache.keys[source]
+        rows = [self._attend_to(q[:, :, i : i + 1], held, span.start + i, 1) for i in range(span.count)]
+        return rows[0] if len(rows) == 1 else mx.concatenate(rows)
+
+    def _attend_to(self, q: mx.array, held: KeysAndValues, start: int, count: int) -> mx.array:
+        about = self._about
         if about.temperature is not None:
             growth, length = about.temperature
-            positions = np.arange(span.start, span.end) // length
+            positions = np.arange(start, start + count) // length
             q = q * mx.array(1 + growth * np.log1p(positions)).astype(q.dtype)[:, None]
-        keys, values = span.cache.keys[source].seen(span.end, count, about.window)
+        keys, values = held.seen(start + count, count, about.window)
         mask = _mask(count, keys.shape[2], about.window)
         if about.cap:
             y = _capped(q, keys, values, about.scale, about.cap, mask)

@@ -110,6 +110,7 @@ class MetalPacker:
     def __init__(self, tensors: ModelTensors, kernels: Kernels) -> None:
         self._tensors, self._kernels = tensors, kernels
         self.nbytes = 0
+        self.all_packed = True  # no product is MLX's
 
     def linear(self, matrix: Matrix) -> Linear:
         return self._linear([matrix], [self._tensors.matrix(matrix)])
@@ -172,6 +173,7 @@ class MetalPacker:
             every = [tensor] if isinstance(tensor, QuantizedTensor) else list(tensor)
             decoded = np.stack([dequantize(each).astype(np.float16) for each in every])
             tensor = decoded[0] if isinstance(tensor, QuantizedTensor) else decoded
+        self.all_packed = False
         weights = mx.array(tensor.astype(np.float32 if tensor.dtype == np.float32 else np.float16))
         self.nbytes += int(weights.nbytes)
         return weights

@@ -9,6 +9,8 @@ from collections import Counter
 import numpy as np
 import pytest
 from llm_architectures import MODELS, TOKENS, write_model
+from llm_models import Small
+from llm_models import write_model as write_gguf
 
 import billfish as bf
 from billfish.backends import emulator
@@ -101,6 +103,32 @@ def test_greedy_tokens_are_the_cpus(pair, name):
     assert metal.generate(TOKENS[:9], **how).tokens == cpu.generate(TOKENS[:9], **how).tokens
     together = metal.generate_batch([TOKENS[:9], TOKENS[:3]], **how)
     assert together == cpu.generate_batch([TOKENS[:9], TOKENS[:3]], **how)
+
+
+def test_drafted_rows_have_the_bits_that_they_have_alone(tmp_path):
+    """In float16, as they are used, beside another sequence, too; and so drafts change no token."""
+    write_gguf(tmp_path / "model.gguf", Small(quantization="Q4_0"))
+    metal = load(tmp_path / "model.gguf", device="metal-emulator")
+    decoder, text = metal.decoder, TOKENS[:20]
+    assert decoder.rows_alike(None) == 8
+    caches = [metal.cache() for _ in range(3)]
+    for cache in caches:
+        decoder.run([(cache, text)], None)
+    alone = [decoder.scores([(caches[0], [token])], [1], None)[0] for token in TOKENS[20:28]]
+    passages = [(caches[1], TOKENS[20:28]), (caches[2], TOKENS[20:23])]
+    for rows in decoder.scores(passages, [8, 3], None):
+        assert np.array_equal(rows, np.concatenate(alone)[: len(rows)])
+    how, draft = {"max_tokens": 6, "temperature": 0}, load(tmp_path / "model.gguf", device="cpu")
+    drafted = metal.generate(text, draft=draft, **how)
+    assert drafted.tokens == metal.generate(text, **how).tokens
+    assert drafted.drafts.drafted > 0
+
+
+def test_drafts_are_refused_where_rows_depend_on_others(pair):
+    """Experts, recurrent layers, and matrices that MLX multiplies with."""
+    for name in ("gpt-oss", "qwen35", "llama3"):  # the head of the last one is not quantized
+        with pytest.raises(bf.DataError, match="draft"):
+            pair(name)[1].generate(TOKENS[:9], draft="ngram", max_tokens=2)
 
 
 def test_a_step_ahead_is_not_taken_for_another_text(pair):

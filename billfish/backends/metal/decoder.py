@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from billfish.backends.metal.kernels import (
+    MATVEC_ROWS,
     SAFE,
     Kernels,
     constants_array,
     library,
     more_numbers,
     source,
+    up,
 )
 
-NORM_THREADS = 256
+# Threads of a norm's threadgroup at most, and what each takes at once; numbers of a row for each of its threadgroups,
+# of which a few rows have several.
+NORM_THREADS, NORM_NUMBERS, NORM_SHARE = 512, 4, 256
 
 
 def _arguments(name: str, inputs: list[str], outputs: list[str], header: str = "") -> dict[str, Any]:
@@ -61,6 +65,9 @@ class DecoderKernels:
         Returns it, and its norm by `weight`, or itself without one, in `dtype`. y may be none."""
         inputs = ["residual", "y", "post", "weight", "numbers"]
         built = self._built("add_norm", inputs, ["h", "x"], source("rounding.metal"))
+        rows, width = residual.shape
+        threads = min(up(width, 32 * NORM_NUMBERS) * 32, NORM_THREADS)
+        shares = max(width // NORM_SHARE, 1) if rows <= MATVEC_ROWS else 1
         template = {"T": dtype, "ADD": y is not None, "POST": post is not None, "NORM": weight is not None}
         h, x = built(
             inputs=[
@@ -71,8 +78,8 @@ class DecoderKernels:
                 _floats(residual, epsilon, scale),
             ],
             template=list(template.items()),
-            grid=(NORM_THREADS, residual.shape[0], 1),
-            threadgroup=(NORM_THREADS, 1, 1),
+            grid=(threads, rows, shares),
+            threadgroup=(threads, 1, 1),
             output_shapes=[residual.shape, residual.shape],
             output_dtypes=[residual.dtype, dtype],
         )

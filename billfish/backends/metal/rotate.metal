@@ -23,14 +23,14 @@ if (weighted || (value && V_NORM)) {
   for (int i = lane; i < SIZE; i += 32) head[i] *= weighted ? factor * (query ? q_norm[i] : k_norm[i]) : factor;
 }
 simdgroup_barrier(mem_flags::mem_threadgroup);
-for (int i = lane; i < SIZE; i += 32) {
-  float v = head[i];
-  if (!value && i < 2 * PAIRS) {
-    const int pair = ADJACENT ? i / 2 : i % (PAIRS > 0 ? PAIRS : 1);
-    const bool second = ADJACENT ? i % 2 == 1 : i >= PAIRS;
-    const float angle = float(positions[row]) * frequencies[pair], other = head[ADJACENT ? i ^ 1 : second ? i - PAIRS : i + PAIRS];
-    v = numbers[1] * (v * precise::cos(angle) + (second ? other : -other) * precise::sin(angle));
-  }
-  if (query) q[(long(number) * rows + row) * SIZE + i] = activation<T>(v);
-  else kv[(long(value ? KV_HEADS + number : number) * rows + row) * SIZE + i] = activation<T>(v);
+for (int pair = lane; pair < (value ? 0 : PAIRS); pair += 32) {
+  const int first = ADJACENT ? 2 * pair : pair, second = ADJACENT ? 2 * pair + 1 : pair + PAIRS;
+  const float angle = float(positions[row]) * frequencies[pair];
+  const float cosine = numbers[1] * precise::cos(angle), sine = numbers[1] * precise::sin(angle), a = head[first], b = head[second];
+  head[first] = a * cosine - b * sine;
+  head[second] = b * cosine + a * sine;
 }
+simdgroup_barrier(mem_flags::mem_threadgroup);
+device T* to = query ? q : kv;
+to += (long(query || !value ? number : KV_HEADS + number) * rows + row) * SIZE;
+for (int i = lane; i < SIZE; i += 32) to[i] = activation<T>(head[i]);
