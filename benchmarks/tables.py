@@ -690,6 +690,9 @@ def decoding(results: Results) -> str:
     return table(rows)
 
 
+MODELS_COUNTED = {"smollm2": "SmolLM2-135M", "8b": "Llama-3-8B"}
+
+
 def one_row(results: Results) -> str:
     """Cycles per weight of ours at M = 1."""
     rows = [["format", "at most", "4096 x 4096", "4096 x 14336", "bound on all four chips"]]
@@ -697,6 +700,22 @@ def one_row(results: Results) -> str:
         ours = [r for r in results["records"] if (r["format"], r["m"], r["owner"]) == (format, 1, "billfish")]
         bounds = sorted({bound for record in ours for bound in record["bound_by"].values()})
         rows.append([format, str(most), *(f"{r['cycles_per_weight']:.2f}" for r in ours), ", ".join(bounds)])
+    return table(rows)
+
+
+def few_rows(results: Results) -> str:
+    """The time of a few rows in one matmul beside that of one, the larger of both shapes."""
+    chips = list(results["records"][0]["estimated_us"])
+    rows = [["format", "2 rows, any chip", "4 rows, any chip", *(f"8 rows, {chip}" for chip in chips)]]
+    ours = {(r["format"], r["n"], r["m"]): r["estimated_us"] for r in results["records"] if r["owner"] == "billfish"}
+    for format in dict.fromkeys(format for format, *_ in ours):
+        sizes = [n for name, n, m in ours if (name, m) == (format, 1)]
+
+        def beside(m: int, chip: str, format: str = format, sizes: list[int] = sizes) -> float:
+            return max(ours[format, n, m][chip] / ours[format, n, 1][chip] for n in sizes)
+
+        cells = [max(beside(m, chip) for chip in chips) for m in (2, 4)] + [beside(8, chip) for chip in chips]
+        rows.append([format, *(f"{cell:.3f}" for cell in cells)])
     return table(rows)
 
 
@@ -726,6 +745,18 @@ def metal_products(results: Results) -> str:
             times = [f"{us:,.0f}" for us in record["estimated_us"].values()]
             cells = [record["format"], str(record["m"]), kernel, f"{record['cycles_per_weight']:.2f}", *times]
             rows.append([*cells, record["bound_by"]["M1 Max"], f"{record['threadgroup_memory']:,}"])
+    return table(rows)
+
+
+def metal_token(results: Results) -> str:
+    """Decode steps of whole models: ours beside mlx-lm's."""
+    chips = list(results["records"][0]["estimated_us"])
+    head = ["model", "step of", "launches a layer", "a token", "MB a token", "of weights and cache"]
+    rows = [[*head, *(f"{chip}, us" for chip in chips)]]
+    for each in results["records"]:
+        cells = [MODELS_COUNTED[each["model"]], each["owner"], str(len(each["layer"])), str(each["launches"])]
+        cells += [f"{each['nbytes'] / 1e6:,.1f}", f"{each['nbytes'] / each['least']:.3f}"]
+        rows.append([*cells, *(f"{each['estimated_us'][chip]:,.0f}" for chip in chips)])
     return table(rows)
 
 
@@ -884,7 +915,9 @@ TABLES: Mapping[str, Table] = {
     # Metal, counted in emulation
     "metal-decode": Table("metal_profile.json", decoding, METAL),
     "metal-one-row": Table("metal_profile.json", one_row, METAL),
+    "metal-few-rows": Table("metal_profile.json", few_rows, METAL),
     "metal-beside-mlx": Table("metal_profile.json", beside_mlx, METAL),
+    "metal-token": Table("metal_token.json", metal_token, "python -m benchmarks.metal_token --json FILE"),
     "metal-matmul": Table("metal_profile.json", metal_products, METAL),
     # quality
     "quality-llm": Table("quality.json", language, QUALITY),
