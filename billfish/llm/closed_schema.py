@@ -33,13 +33,13 @@ def closed(schema: Any) -> Any:
 
     An object stays open if a schema of it has `additionalProperties` or allows `unevaluatedProperties`, or if none has
     `properties` or `patternProperties`. Schemas of the same object (`allOf`, `$ref`, ...) name properties for each
-    other. A schema is returned as it is if it has references that are no JSON pointers into it, or if two schemas of an
-    object describe one of its properties. Raises DataError where references multiply it without end. A closed schema
-    must not be closed again.
+    other. A schema is returned as it is if it has references that are no JSON pointers into it, if two schemas of an
+    object describe one of its properties, or if too many references lead to one another. Raises DataError where they
+    multiply it without end. A closed schema must not be closed again.
     """
     try:
         return _Closer(schema).whole()
-    except _UnclearError:
+    except (_UnclearError, RecursionError):
         return schema
 
 
@@ -85,6 +85,7 @@ class _Closer:
 
     def __init__(self, root: Any) -> None:
         self._root, self._left = root, MOST
+        self._targets: dict[str, Any] = {}  # what references lead to
         self._copies: dict[str, str] = {}  # of what references lead to, open, by references: names in $defs
         self._waiting: list[str] = []  # references whose copy is not written yet
 
@@ -182,13 +183,17 @@ class _Closer:
         """What a reference leads to; None if it leads nowhere."""
         if reference != "#" and not reference.startswith("#/"):
             raise _UnclearError
-        found = self._root
-        for step in unquote(reference[1:]).split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list):
-                found = dict(zip(map(str, range(len(found))), found, strict=True))
-            found = _mapping(found).get(step)
-        return found
+        if reference not in self._targets:
+            found = self._root
+            for step in unquote(reference[1:]).split("/")[1:]:
+                step = step.replace("~1", "/").replace("~0", "~")
+                if isinstance(found, list):
+                    index = int(step) if step.isdecimal() and len(step) < 9 else len(found)
+                    found = found[index] if index < len(found) else None
+                else:
+                    found = _mapping(found).get(step)
+            self._targets[reference] = found
+        return self._targets[reference]
 
     def _count(self, written: int) -> None:
         self._left -= written

@@ -213,6 +213,19 @@ def test_references_that_multiply_a_schema_are_refused():
         closed(whole)
 
 
+def test_references_that_lead_to_one_another_without_end_are_left_open():
+    """Deeper than Python may recurse, though no part of it is deep."""
+    definitions: dict[str, Any] = {"49": A}
+    for number in range(49):
+        nested: dict[str, Any] = {"$ref": f"#/$defs/{number + 1}"}
+        for _ in range(45):
+            nested = {"allOf": [nested, {}]}
+        definitions[str(number)] = nested
+    schema = {"$defs": definitions, "allOf": [{"$ref": "#/$defs/0"}, B]}
+    check_schema(schema)
+    assert closed(schema) is schema
+
+
 @pytest.mark.parametrize(
     "schema",
     [
