@@ -137,6 +137,20 @@ def test_only_the_answer_of_the_last_command_is_good(tmp_path: Path, capsys: pyt
     assert [line.split("  ")[1] for line in capsys.readouterr().out.splitlines()] == ["good", "FAILED", "FAILED"]
 
 
+@pytest.mark.process
+def test_a_proof_takes_any_bytes_and_gives_no_input(tmp_path: Path) -> None:
+    code = "import os, sys; print(sys.stdin.read() + 'Paris', flush=True); os.write(2, b'\\xb7')"  # a dot on Windows
+    assert prove.take({"run": [sys.executable, "-c", code]}, str(tmp_path), "wheel")
+
+
+@pytest.mark.process
+def test_a_runner_that_starts_no_python_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = f"{sys.executable} -c 'import sys; sys.exit(\"no such machine\")'"
+    monkeypatch.setattr(sys, "argv", ["prove", str(tmp_path), "--runner", runner, "--platform", "win_amd64"])
+    with pytest.raises(SystemExit, match=r"does not start a Python:\nno such machine"):
+        prove.main()
+
+
 @pytest.mark.parametrize("wheel", sorted(ROOT.glob("dist/billfish-*.whl")), ids=lambda path: path.name)
 def test_wheels_of_dist_hold_the_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tools.wheels.platforms import ASK, PLATFORMS, python_candidates
 
@@ -62,8 +62,10 @@ def prove_runners(arguments: argparse.Namespace) -> NoReturn:
     """Prove the wheels of a platform with Pythons that cannot run pip."""
     failed, tried = 0, 0
     for runner in map(shlex.split, arguments.runner):
-        answer = subprocess.check_output([*runner, "-c", ASK], stdin=subprocess.DEVNULL, text=True)
-        version = tuple(json.loads(answer.split("\n")[-2])[0])
+        asked = start([*runner, "-c", ASK])
+        if asked.returncode:
+            raise SystemExit(f"{shlex.join(runner)} does not start a Python:\n{asked.stderr}")
+        version = tuple(json.loads(asked.stdout.split("\n")[-2])[0])
         for wheel in sorted(arguments.folder.glob(f"billfish-*-{arguments.platform}.whl")):
             if fits(wheel, version):
                 tried += 1
@@ -143,18 +145,22 @@ def older_tags(tag: str) -> list[str]:
     ]
 
 
+def start(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command with pipes, as Python under wine does not start with files for its standard streams."""
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", **options
+    )
+
+
 def take(steps: dict[str, list[str]], folder: str, about: str) -> bool:
     """Whether all steps succeed, and the last one says the answer."""
     seconds = {}
     for name, step in steps.items():
         # No variable of this environment, such as PYTHONPATH, and no folder that has a billfish in it.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-        start = time.monotonic()
-        # Under wine, Python does not start with any other standard input than a pipe or none.
-        done = subprocess.run(
-            step, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
-        seconds[name] = time.monotonic() - start
+        began = time.monotonic()
+        done = start(step, cwd=folder, env=environment)
+        seconds[name] = time.monotonic() - began
         if done.returncode:
             break
     good = done.returncode == 0 and ANSWER in done.stdout
