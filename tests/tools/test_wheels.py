@@ -6,14 +6,16 @@ import base64
 import csv
 import hashlib
 import io
+import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tools.wheels import prove
-from tools.wheels.check import UNWANTED, WINDOWS, check_wheel
+from tools.wheels.check import UNWANTED, WINDOWS, check_mach_o, check_wheel
 from tools.wheels.pack import write_wheel
 from tools.wheels.platforms import PLATFORMS, Python, find_pythons, python_candidates
 
@@ -91,6 +93,23 @@ def test_a_large_wheel_is_refused(tmp_path: Path) -> None:
 )
 def test_what_a_wheel_holds(name: str, wanted: bool) -> None:
     assert (UNWANTED.search(name) is None) == wanted
+
+
+@pytest.mark.full
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["PyLong_Type", "missing"])
+def test_a_macos_module_finds_every_name(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("macholib")
+    source, module = tmp_path / "_cpu.c", tmp_path / "_cpu.so"
+    source.write_text(f"extern int {name}; int PyInit__cpu(void) {{ return {name}; }}")
+    command = [sys.executable, "-m", "ziglang", "cc", "-target", "aarch64-macos.11.0", "-shared", "-undefined"]
+    subprocess.run([*command, "dynamic_lookup", "-o", str(module), str(source)], check=True)
+    check = partial(check_mach_o, "_cpu", module.read_bytes(), "macosx_11_0_arm64", "cp312", "abi3")
+    if name == "missing":
+        with pytest.raises(SystemExit, match="_missing"):
+            check()
+    else:
+        check()
 
 
 def test_what_windows_brings() -> None:

@@ -65,16 +65,19 @@ def check_glibc(path: Path, tag: str) -> None:
 
 
 def check_mach_o(name: str, data: bytes, tag: str, python: str, abi: str) -> None:
-    """The processor, the oldest macOS, the libraries, and a signature, without which Apple runs nothing."""
+    """The processor, the oldest macOS, the libraries, the names, and a signature, without which nothing runs."""
     import tempfile
 
     from macholib.mach_o import CPU_TYPE_NAMES, LC_BUILD_VERSION, LC_CODE_SIGNATURE, LC_LOAD_DYLIB
     from macholib.MachO import MachO
+    from macholib.SymbolTable import SymbolTable
 
     with tempfile.NamedTemporaryFile(suffix=".so") as file:
         file.write(data)
         file.flush()
-        (header,) = MachO(file.name).headers
+        macho = MachO(file.name)
+        symbols = SymbolTable(macho)
+    (header,) = macho.headers
     _require(name, CPU_TYPE_NAMES.get(header.header.cputype) == "ARM64", "is not for arm64")
     commands = {command[0].cmd: command for command in header.commands}
     oldest = commands[LC_BUILD_VERSION][1].minos
@@ -82,6 +85,10 @@ def check_mach_o(name: str, data: bytes, tag: str, python: str, abi: str) -> Non
     _require(name, LC_CODE_SIGNATURE in commands, "is not signed")
     loaded = [command[2].rstrip(b"\0").decode() for command in header.commands if command[0].cmd == LC_LOAD_DYLIB]
     _require(name, all(map(MACOS.fullmatch, loaded)), f"needs {loaded}")
+    # What no library has is looked up when it is first used, and the linker does not say that it is missing.
+    late = [text.decode() for symbol, text in symbols.undefsyms if symbol.n_desc >> 8 & 255 == 0]
+    missing = [text for text in late if not text.startswith(("_Py", "__Py"))]
+    _require(name, not missing, f"uses {missing}, which no library and no Python has")
 
 
 def check_pe(name: str, data: bytes, tag: str, python: str, abi: str) -> None:
