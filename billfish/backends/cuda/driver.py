@@ -47,7 +47,9 @@ def check(result: tuple[Any, ...], what: str) -> Any:
     """The value of a driver's call, which comes behind its error code."""
     error, *values = result
     if int(error) in STICKY:
-        raise DeviceLost(f"cuda: {what} failed: {error.name}. This process cannot use the GPU any more.")
+        raise DeviceLost(
+            f"cuda: {what} failed: {error.name}. This process cannot use the GPU any more: start it again."
+        )
     if int(error) != 0:
         raise (OutOfMemory if int(error) == OUT_OF_MEMORY else BillfishError)(f"cuda: {what} failed: {error.name}.")
     return values[0] if len(values) == 1 else tuple(values)

@@ -161,7 +161,10 @@ def small_shapes(gemm: Gemm, hopper: bool) -> list[Small]:
     if not hopper:
         return [Small(8, 4, 16, 2), Small(8, 8, 16), Small(12, 4, 24), Small(16, 2, 32), Small(16, 1, 32)]
     two = Small(16, 2, 32) if long and gemm.m == 1 else Small(8, 2, 24 if long else 16)
-    return [Small(8, 4, 16, 2), Small(8, 4, 24, sharers=2), Small(4, 8, 16, sharers=4), two, Small(16, 1, 32)]
+    found = [Small(8, 4, 16, 2), Small(8, 4, 24, sharers=2), Small(4, 8, 16, sharers=4), two, Small(16, 1, 32)]
+    # In a decode step, CTAs that are small enough come while those of the product before are still there.
+    between = gemm.norm == "second" and gemm.m == 1 and not wide and not long
+    return [Small(8, 2, 16, 2), *found] if between else found
 
 
 def small(gemm: Gemm, device: Device) -> Plan:

@@ -13,7 +13,7 @@ from cuda_fibers import compiled
 import billfish as bf
 from billfish.backends.cuda.axes import Kind
 from billfish.backends.cuda.packed import PackedBricks
-from billfish.backends.cuda.plans import Gemm, plan
+from billfish.backends.cuda.plans import CTA_BYTES, Gemm, plan
 
 HIDDEN, INNER, EPSILON, SCALE = 192, 320, 1e-5, 0.5
 
@@ -104,3 +104,18 @@ def test_folded_products_compile_without_spills(m, kind):
         chosen = plan(Gemm(KINDS[kind], m, n, k, **more), H200)
         assert chosen is not None
         resources(chosen.launch.source, dict(chosen.launch.macros), "sm_90a")
+
+
+def test_q_k_v_have_room_beside_the_product_before():
+    """So that their weights are on the way when that ends."""
+    kind = Kind("Int4", "ScaleF16", "NONE", 4)
+    down, qkv = (
+        plan(Gemm(kind, 1, n, k, norm=norm), H200) for n, k, norm in ((4096, 14336, "first"), (6144, 4096, "second"))
+    )
+    assert down is not None
+    assert qkv is not None
+    assert down.launch.shared_bytes + qkv.launch.shared_bytes + CTA_BYTES <= H200.shared_bytes
+    registers = [
+        resources("gemm_small.cu", dict(one.launch.macros), "sm_90a") * one.launch.threads for one in (down, qkv)
+    ]
+    assert sum(registers) <= 65536
