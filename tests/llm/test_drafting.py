@@ -11,6 +11,7 @@ from llm_models import write_model as write_gguf
 import billfish as bf
 from billfish.core.format import FORMATS
 from billfish.llm import load
+from billfish.llm.drafting.draft_model import ModelDrafter
 from billfish.llm.drafting.drafter import MOST_DRAFTED, Controller, Drafter, StepSeconds
 from billfish.llm.drafting.ngram import NgramDrafter
 from billfish.llm.generation import Generation
@@ -121,6 +122,33 @@ def test_a_draft_model(model_of):
     model, small = model_of("llama3", "q8_0"), model_of("llama3", "q4_0")
     plain = model.generate(TOKENS[:9], max_tokens=16)
     drafted = model.generate(TOKENS[:9], max_tokens=16, draft=small)
+    assert drafted.tokens == plain.tokens
+    assert drafted.drafts.drafted > 0
+
+
+def test_a_draft_model_reads_a_long_prompt_in_pieces(model_of, monkeypatch):
+    """Two of them share what a step has room for."""
+    model, small = model_of("llama3", "q8_0"), model_of("llama3", "q4_0")
+    decoder, fed = small.decoder, list[list[int]]()
+    choose = decoder.choose
+
+    def noted(passages, samplers, activations):
+        fed.append([len(tokens) for _, tokens in passages])
+        return choose(passages, samplers, activations)
+
+    monkeypatch.setattr(decoder, "prefill_budget", lambda decoding: 12)
+    monkeypatch.setattr(decoder, "choose", noted)
+    drafters = [ModelDrafter(decoder), ModelDrafter(decoder)]
+    asked = [(drafters[0], TOKENS[:20], 2), (drafters[1], TOKENS[:30], 2)]
+    made = [ModelDrafter.draft_together(asked) for _ in range(4)]
+    assert fed[:4] == [[12], [12], [8], [1]]
+    assert max(sum(step) for step in fed) == 12
+    expected = [each.draft(text, 2) for each, text, _ in asked]
+    assert made == [[[], []], [expected[0], []], [expected[0], []], expected]
+    assert all(map(len, expected))
+    monkeypatch.setattr(decoder, "choose", choose)
+    plain = model.generate(TOKENS[:40], max_tokens=16)
+    drafted = model.generate(TOKENS[:40], max_tokens=16, draft=small)
     assert drafted.tokens == plain.tokens
     assert drafted.drafts.drafted > 0
 

@@ -130,6 +130,22 @@ def test_drafts_are_the_best_tokens_of_the_block(folder, model):
     assert again.draft(sequence, 3) == drafted
 
 
+def test_a_long_prompt_is_read_in_pieces(model, always, monkeypatch):
+    whole = model.generate(TOKENS[:30], max_tokens=16, draft="mtp")
+    monkeypatch.setattr("billfish.llm.drafting.mtp.PIECE", 7)
+    lengths, run = list[int](), model.decoder.mtp.run
+    monkeypatch.setattr(
+        model.decoder.mtp,
+        "run",
+        lambda cache, tokens, hidden: lengths.append(len(tokens)) or run(cache, tokens, hidden),
+    )
+    pieces = model.generate(TOKENS[:30], max_tokens=16, draft="mtp")
+    assert lengths[:4] == [7] * 4
+    assert max(lengths) == 7
+    assert pieces.tokens == whole.tokens
+    assert whole.drafts.drafted > pieces.drafts.drafted > 0
+
+
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 3}])
 @pytest.mark.parametrize("activations", ["q8", "q16", "exact"])
 def test_the_answer_is_the_one_without_drafts(model, always, how, activations):

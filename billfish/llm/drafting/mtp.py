@@ -8,6 +8,8 @@ from billfish.llm.decoder_base import MtpDecoder
 from billfish.llm.drafting.drafter import Drafter
 from billfish.llm.kv_cache import Cache, HiddenStates, shared_length
 
+PIECE = 256  # tokens of a text that are fed at once: the answers of others wait meanwhile
+
 
 class MtpDrafter(Drafter):
     """Feeds the block all tokens of the sequence, each with the model's hidden state before it, and then its own tokens
@@ -28,6 +30,10 @@ class MtpDrafter(Drafter):
     def draft(self, sequence: Sequence[int], most: int) -> list[int]:
         mtp, cache, fed = self._mtp, self._cache, list(sequence[1:])
         there = cache.rollback(shared_length(cache.tokens, fed[:-1]))
+        if len(fed) > there + PIECE:
+            end = there + PIECE
+            mtp.run(cache, fed[there:end], mtp.normalize_model(self._hidden.of(there, end)))
+            return []
         states = mtp.run(cache, fed[there:], mtp.normalize_model(self._hidden.of(there, len(fed))))[-1:]
         drafted = [int(mtp.logits(states)[0].argmax())]
         while len(drafted) < most:
