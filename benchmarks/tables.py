@@ -124,6 +124,12 @@ def drafting_steps(results: Results) -> str:
     return f"{table(lines)}n-gram drafts in these steps, times plain: {gains}.\n\n"
 
 
+def drafted_answers(results: Results) -> str:
+    """Words: how many answers with drafts were compared with those without, and how many differ."""
+    many = f"{results['answers']:,} answers ({results['prompts']} prompts, {len(results['formats'])} formats)"
+    return f"{results['differing']:,} of {many} differ" if results["differing"] else f"none of {many} differs"
+
+
 def peers(results: Results) -> str:
     """Whose figures the peers' columns are."""
     found = results["about"]["peers"]
@@ -818,6 +824,8 @@ TABLES: Mapping[str, Table] = {
     "drafting-h200": Table(
         "drafting_h200.json", drafting_steps, "python -m benchmarks.drafting --device cuda --steps --json FILE"
     ),
+    "draft-matrix-xeon": Table("draft_matrix_xeon.json", drafted_answers),
+    "draft-matrix-h200": Table("draft_matrix_h200.json", drafted_answers),
     "llm-h200-peers": Table("llm_cuda_h200.json", llm_gpu_peers),
     "llm-h200": Table("llm_cuda_h200.json", llm_gpu, "python -m benchmarks.llm_cuda --peers FILE --json FILE"),
     "llm-h200-prefill-fp8": Table("cuda_bytes_h200.json", prefill_fp8),

@@ -33,6 +33,7 @@ from billfish.core.typing import Activations
 from billfish.llm.cuda_blocks import BlockMaker
 from billfish.llm.cuda_kv_cache import CudaCache, SequencePool
 from billfish.llm.cuda_sampling import choices
+from billfish.llm.cuda_states import SequenceStates
 from billfish.llm.cuda_steps import SCORED, CudaSteps, Fed, Result, Scratch, padded
 from billfish.llm.cuda_weights import GpuWeights
 from billfish.llm.decoder_base import PENDING, Decoder, Passage, PendingStep, with_drafts
@@ -40,7 +41,6 @@ from billfish.llm.drafting.drafter import MOST_DRAFTED
 from billfish.llm.kv_cache import Floats
 from billfish.llm.model_weights import CALL, ModelTensors
 from billfish.llm.sampler import Choice, Sampler
-from billfish.models.description import Attention
 
 TOGETHER = 512  # sequences that are in one step, at most
 EIGHT_BITS = ("fp8", "q8")  # x in products of prompts, where matrices have formats that can; Hopper's
@@ -93,6 +93,8 @@ class CudaPending(PendingStep):
         for cache, length in zip(self._caches, self._lengths, strict=True):
             if (found := cache()) is not None:
                 del found.tokens[length:]
+                if found.states is not None:
+                    found.states.drop_rows()
 
     def sample_late(self) -> None:
         """An error is raised by `choices`: the next step, which may not want these rows, calls this as well."""
@@ -111,12 +113,13 @@ class CudaPending(PendingStep):
     def choices(self) -> list[list[Choice]]:
         with self._lock:
             if self._choices is None:
-                assert self._decoder is not None
+                decoder = self._decoder
+                assert decoder is not None
                 self.sample_late()
                 try:
                     if self._error is not None:
                         raise self._error
-                    chosen = self._decoder.read(self.results, self._samplers, self._drafts)
+                    chosen = decoder.read(self.results, self._samplers, self._drafts)
                 except BaseException:
                     self.undo()
                     raise
@@ -124,6 +127,8 @@ class CudaPending(PendingStep):
                 for cache, length, draft, own in zip(self._caches, self._lengths, self._drafts, chosen, strict=False):
                     if draft and (found := cache()) is not None:
                         del found.tokens[length + len(own) :]
+                        if found.states is not None:
+                            decoder.settle(found.states, length, len(own))
                 tokens = {id(cache()): own[-1].token for cache, own in zip(self._caches, chosen, strict=False)}
                 for cache, place in self._places:
                     found = cache()
@@ -303,7 +308,11 @@ class CudaDecoder(Decoder):
         drafts: Sequence[Sequence[int]] = (),
     ) -> PendingStep:
         with self._working(with_drafts(passages, drafts), len(passages) + sum(map(len, drafts))):
-            return self._submit(passages, samplers, activations, drafts)
+            having_room = [
+                draft if cast("CudaCache", cache).reserve_rows(len(draft)) else []
+                for (cache, _), draft in zip(passages, drafts, strict=False)
+            ]
+            return self._submit(passages, samplers, activations, having_room)
 
     def verify(
         self,
@@ -316,10 +325,8 @@ class CudaDecoder(Decoder):
 
     def rows_alike(self, activations: Activations | None) -> int:
         """A drafted token is a row of its own, as of a sequence that decodes. It has the bits that it has alone where
-        `batch_invariant` is set; without, they depend on the rows beside it, as in any batch. Rows of one sequence
-        cannot share a recurrent state."""
-        recurrent = any(not isinstance(block.mixer, Attention) for block in self.config.blocks)
-        return 1 if recurrent else MOST_DRAFTED + 1
+        `batch_invariant` is set; without, they depend on the rows beside it, as in any batch."""
+        return MOST_DRAFTED + 1
 
     def warm(self, sequences: int, activations: Activations | None) -> None:
         with self._working([]):
@@ -356,6 +363,11 @@ class CudaDecoder(Decoder):
         """Sample the late rows of the last step."""
         with self.lock, current(self._ordinal):
             self._steps.sample_late(result, samplers)
+
+    def settle(self, states: SequenceStates, start: int, right: int) -> None:
+        """So many rows of a step with a draft, which began at `start`, were right."""
+        with self.lock, current(self._ordinal):
+            states.settle(start, right)
 
     def _finish_late(self) -> None:
         """The next step writes where the late rows of the last one are."""
@@ -485,7 +497,7 @@ class CudaDecoder(Decoder):
         """Keys and values are there, or on their way."""
         for cache, tokens, *_ in fed:
             cache.tokens.extend(tokens)
-            if cache.states is not None:
+            if cache.states is not None and cache.states.rows_known:
                 cache.states.done(len(cache.tokens))
 
     # ---- a step more than was asked for ---------------------------------------------------------------------------

@@ -286,6 +286,14 @@ class CudaCache(Cache):
         """The address of the states of recurrent layers; 0 where there are none."""
         return 0 if self.states is None else self.states.address
 
+    def reserve_rows(self, drafted: int) -> bool:
+        """Make room for the states of recurrent layers behind so many drafted tokens. False: there is none."""
+        return self.states is None or self.states.reserve_rows(drafted)
+
+    def row_states(self, rows: int) -> list[int]:
+        """Where the states of recurrent layers go behind each row of a decode step."""
+        return [0] * rows if self.states is None else self.states.row_addresses(rows)
+
     def _first_states(self, pool: StatePool) -> SequenceStates:
         try:
             return SequenceStates(pool)

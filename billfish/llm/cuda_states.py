@@ -13,7 +13,8 @@ from billfish.backends.cuda.driver import Buffer, OutOfMemory, Stream, check, dr
 from billfish.backends.cuda.recurrent import Chunk, chunks_between
 from billfish.llm.recurrent_checkpoints import least_useful, most_kept, places
 
-CHECKPOINT_SHARE = 8  # checkpoints of all sequences take at most this part of the memory that was free
+# Checkpoints of all sequences take at most this part of the memory that was free, and so do states behind drafted rows.
+CHECKPOINT_SHARE = 8
 CHANGING = -1  # the position of states while a step is under way
 
 
@@ -23,7 +24,7 @@ class StatePool:
     def __init__(self, nbytes: int, stream: Stream) -> None:
         self.nbytes, self.stream = nbytes, stream
         self.most_checkpoints = free_bytes(stream.ordinal) // CHECKPOINT_SHARE // max(1, nbytes)
-        self.checkpoints = 0
+        self.checkpoints = self.drafted = 0
         self._lock = RLock()  # a sequence may be collected anywhere, also in here
         self._free: list[Buffer] = []
 
@@ -61,6 +62,9 @@ class SequenceStates:
     current.
 
     position: how many tokens the states are behind. CHANGING: nobody knows.
+
+    Behind drafted rows, states are in memory of their own until it is known which rows are right: `reserve_rows`, a
+    step, then `settle`.
     """
 
     def __init__(self, pool: StatePool) -> None:
@@ -68,6 +72,7 @@ class SequenceStates:
         self.position = CHANGING
         self.checkpoints: list[Checkpoint] = []  # in order
         self._before: Checkpoint | None = None  # the last step that was launched ahead
+        self._rows: list[Buffer] = []  # of states behind each drafted row
 
     @property
     def address(self) -> int:
@@ -92,6 +97,48 @@ class SequenceStates:
             self._add(position, position in ends)
         self.position = CHANGING
         return chunks_between(start, end, {each.position: each.address for each in self.checkpoints})
+
+    def reserve_rows(self, drafted: int) -> bool:
+        """Have memory for states behind so many drafted rows. False: there is not enough."""
+        self.drop_rows()
+        if self._pool.drafted + drafted > self._pool.most_checkpoints:
+            return False
+        try:
+            for _ in range(drafted):
+                self._rows.append(self._pool.take())
+                self._pool.drafted += 1
+        except OutOfMemory:
+            self.drop_rows()
+            return False
+        return True
+
+    @property
+    def rows_known(self) -> bool:
+        """Whether no drafted rows wait for `settle`."""
+        return not self._rows
+
+    def row_addresses(self, rows: int) -> list[int]:
+        """Where the states behind each row of a step go."""
+        return [self.address, *(buffer.pointer for buffer in self._rows[: rows - 1])]
+
+    def settle(self, start: int, right: int) -> None:
+        """Of the last step, which began behind `start` positions, so many rows were right."""
+        for position in places(start + 1, right - 1, ()):
+            self._add(position, False)
+            made = next((each for each in self.checkpoints if each.position == position), None)
+            if made is not None:
+                self._copy(made.address, self._rows[position - start - 2].pointer)
+        if right > 1:
+            self._buffer, self._rows[right - 2] = self._rows[right - 2], self._buffer
+        self.drop_rows()
+        self.position = start + right
+
+    def drop_rows(self) -> None:
+        """Nobody wants the states behind drafted rows any more."""
+        rows, self._rows = self._rows, []
+        self._pool.drafted -= len(rows)
+        for buffer in rows:
+            self._pool.give(buffer)
 
     def save(self, chunks: Sequence[Chunk]) -> None:
         """Copy the states to where the last of a decode step's chunks wants them."""
@@ -157,3 +204,4 @@ class SequenceStates:
     def __del__(self) -> None:
         if hasattr(self, "_buffer"):
             self._pool.give(self._buffer)
+            self.drop_rows()

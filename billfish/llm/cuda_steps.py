@@ -248,7 +248,7 @@ class CudaSteps:
         fed = (*decoding, *prompts)
         for each in fed:
             each.cache.expect(len(each.tokens))
-        chunks = self._prepare_states(fed)
+        chunks = self._prepare_states(decoding, prompts)
         batch = self._batch(decoding, prompts, samplers, chunks[len(decoding) :])
         staging, views, changes = self._stage(batch, [each.cache for each in fed])
         places = self._fill(views, batch, decoding, prompts, samplers)
@@ -288,7 +288,7 @@ class CudaSteps:
         self._count += 1
         for each in fed:
             each.cache.expect(len(each.tokens))
-        chunks = self._prepare_states(fed)
+        chunks = self._prepare_states([], fed)
         batch = self._batch([], fed, {}, chunks)
         staging, views, changes = self._stage(batch, [each.cache for each in fed])
         self._fill(views, batch, [], fed, {})
@@ -302,12 +302,14 @@ class CudaSteps:
         copy_out(hidden, self.memory.at("hidden"), self._stream.pointer)
         return hidden
 
-    def _prepare_states(self, fed: Sequence[Fed]) -> list[list[Chunk]]:
-        """Bring recurrent states to where the tokens begin: the chunks of each sequence; none for other models."""
+    def _prepare_states(self, decoding: Sequence[Fed], prompts: Sequence[Fed]) -> list[list[Chunk]]:
+        """Bring recurrent states to where the tokens begin: the chunks of each sequence; none for other models. Behind
+        drafted tokens the states are in other memory."""
         chunks = []
-        for cache, tokens, _, _, ends in fed:
+        for cache, tokens, _, _, ends in (*decoding, *prompts):
             if cache.states is not None:
-                chunks.append(cache.states.prepare(len(cache.tokens), len(tokens), ends))
+                rows = 1 if len(chunks) < len(decoding) else len(tokens)
+                chunks.append(cache.states.prepare(len(cache.tokens), rows, ends))
         return chunks
 
     def _batch(
@@ -377,7 +379,9 @@ class CudaSteps:
         decodes[0], decodes[1] = np.arange(batch.decoding), 1
         decodes[2], decodes[3] = sequences[: batch.decoding], positions[: batch.decoding]
         views["states"][:] = self._scratch.state
-        views["states"][:count] = [each.cache.state for each in decoding for _ in each.tokens]
+        views["states"][:count] = [state for each in decoding for state in each.cache.row_states(len(each.tokens))]
+        views["counts"][:] = 1
+        views["counts"][:count] = [len(each.tokens) * (i == 0) for each in decoding for i in range(len(each.tokens))]
         row, of_prompts, ends = batch.decoding, list[tuple[int, int, int, int]](), list[tuple[int, int]]()
         size = self._layers.query_block
         for i, (cache, part, number, *_) in enumerate(prompts):

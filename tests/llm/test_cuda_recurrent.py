@@ -7,13 +7,18 @@ import gc
 import numpy as np
 import pytest
 from cuda_numpy import NumpyGpu
+from draft_matrix import Oracle
 from llm_architectures import RECURRENT, write_model
 
+from billfish.backends import BACKENDS
 from billfish.backends.cuda.driver import device
 from billfish.core.errors import BackendUnavailable, ModelError
 from billfish.llm import cuda_states, load
 from billfish.llm.cuda_states import SequenceStates, StatePool
+from billfish.llm.drafting.drafter import Controller
 from billfish.llm.sampler import Sampling
+from billfish.serving.engine.engine import Engine
+from billfish.serving.engine.requests import Request
 
 ONE_OF_EACH = pytest.mark.parametrize("name", ["qwen35", "lfm2", "granitehybrid"])
 TEXT = [3 + (11 * i * i + 5 * i) % 64 for i in range(300)]
@@ -48,6 +53,12 @@ def model(gpu, name, tmp_path):
     made = load(tmp_path, device="cuda")
     made.decoder.chunk = 64
     return made
+
+
+@pytest.fixture
+def model_of_qwen35(gpu, tmp_path):
+    write_model(tmp_path, "qwen35", max_position_embeddings=512)
+    return load(tmp_path, device="cuda")
 
 
 def next_token(model, text: list[int]) -> int:
@@ -166,6 +177,75 @@ def test_an_interrupted_step_goes_on_from_a_checkpoint(gpu, model, name):
     assert model.decoder.go_on(cache, [*TEXT[:80], 5], sampler, None) == (next_token(model, [*TEXT[:80], 5]), 64)
 
 
+# ---- drafts ----------------------------------------------------------------------------------------------------------
+
+
+def draft_always(monkeypatch, texts: list[list[int]]) -> None:
+    """By what is known of these texts, with wrong tokens among the right ones."""
+    monkeypatch.setattr(Controller, "length", lambda self, kind=0, others=0: self.most)
+    monkeypatch.setattr("billfish.llm.model.NgramDrafter", lambda: Oracle(texts))
+    monkeypatch.setattr(BACKENDS["cuda"], "batch_invariant", True)
+
+
+@ONE_OF_EACH
+def test_drafted_answers_are_the_plain_ones(model, name, monkeypatch):
+    """Across checkpoints, of which those behind accepted tokens stay; then the conversation goes on."""
+    monkeypatch.setattr(BACKENDS["cuda"], "batch_invariant", True)
+    prompts, sampled = [TEXT[:60], TEXT[3:120], TEXT[:5]], {"temperature": 1.0, "seed": 3}
+    for how in ({}, sampled):
+        plain = [model.generate(prompt, max_tokens=12, **how).tokens for prompt in prompts]
+        draft_always(monkeypatch, [a + b for a, b in zip(prompts, plain, strict=True)])
+        for prompt, expected in zip(prompts, plain, strict=True):
+            cache = model.cache()
+            drafted = model.generate(prompt, max_tokens=12, draft="ngram", cache=cache, **how)
+            assert drafted.tokens == expected
+            assert drafted.drafts.drafted > drafted.drafts.accepted > 0
+            assert cache.restorable(len(cache.tokens)) == len(cache.tokens) == len(prompt) + 11
+            fresh = model.cache()
+            assert close(logits(model, cache, [9]), logits(model, fresh, [*prompt, *expected[:-1], 9]))
+    assert model.decoder._pool.states.drafted == 0
+
+
+@ONE_OF_EACH
+def test_a_checkpoint_behind_drafted_tokens(model, name, monkeypatch):
+    monkeypatch.setattr(BACKENDS["cuda"], "batch_invariant", True)
+    cache, samplers = model.cache(), [Sampling().sampler()]
+    expected = model.generate(TEXT[:62], max_tokens=8).tokens
+    token, _ = model.decoder.go_on(cache, TEXT[:62], samplers[0], None)
+    [choices] = model.decoder.verify([(cache, [token])], samplers, [[*expected[1:5], 0]], None)
+    assert [token, *(choice.token for choice in choices)] == expected[:6]
+    assert cache.tokens == [*TEXT[:62], *expected[:5]]
+    assert (cache.restorable(67), cache.restorable(66)) == (67, 64)
+    other, fresh = model.cache(), model.cache()
+    other.begin_as(cache, 64)
+    assert close(logits(model, other, [9]), logits(model, fresh, [*TEXT[:62], *expected[:2], 9]))
+
+
+def test_a_batch_is_drafted(model_of_qwen35, monkeypatch):
+    model = model_of_qwen35
+    monkeypatch.setattr(BACKENDS["cuda"], "batch_invariant", True)
+    prompts = [TEXT[i : i + 5 + 9 * i] for i in range(5)]
+    plain = [model.generate(prompt, max_tokens=8).tokens for prompt in prompts]
+    draft_always(monkeypatch, [a + b for a, b in zip(prompts, plain, strict=True)])
+    with Engine(model, streams=3, context=128, draft="ngram") as engine:
+        found: list[list[int]] = [[] for _ in prompts]
+        for prompt, tokens in zip(prompts, found, strict=True):
+            engine.submit(Request(prompt, 8), lambda chosen, to=tokens: to.append(chosen.token))
+        engine.close()
+        assert engine.counts().accepted_tokens > 0
+    assert found == plain
+
+
+def test_without_memory_nothing_is_drafted(model_of_qwen35, monkeypatch):
+    model = model_of_qwen35
+    plain = model.generate(TEXT[:20], max_tokens=8).tokens
+    draft_always(monkeypatch, [TEXT[:20] + plain])
+    model.decoder._pool.states.most_checkpoints = 0
+    drafted = model.generate(TEXT[:20], max_tokens=8, draft="ngram")
+    assert drafted.tokens == plain
+    assert drafted.drafts.accepted == 0
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +254,7 @@ class Pool(StatePool):
 
     def __init__(self, nbytes: int, most: int = 100) -> None:
         self.nbytes, self.most_checkpoints, self.checkpoints, self.taken = nbytes, most, 0, 0
+        self.drafted = 0
 
     def take(self):
         self.taken += 1

@@ -19,10 +19,14 @@ def row_of(pointer: int, row: int, stride: int, count: int) -> np.ndarray:
 class RecurrentKernels:
     """Methods as the kernels of their names. `chunk_products` leaves all to `chunk_scan`."""
 
+    def _rows(self, rows: int, counts: int) -> list[list[int]]:
+        """Of each sequence that decodes its rows: the next token, and drafted ones."""
+        return [[*range(i, i + count)] for i, count in enumerate(view(counts, np.int32, rows).tolist()) if count]
+
     def _texts(self, few: bool, rows: int, chunks: int, ranges: int) -> list[list[tuple[int, int, int]]]:
         """Of each text its chunks: the first row, how many rows, the chunk's number."""
         if few:
-            return [[(i, 1, -1)] for i in range(rows)]
+            return [[(row, 1, -1) for row in rows] for rows in self._rows(rows, chunks)]
         found = []
         for first, count in view(ranges, np.int32, rows, 2).tolist():
             table = view(chunks + 16 * first, np.int32, max(count, 1), 4)[:count].tolist()
@@ -37,7 +41,10 @@ class RecurrentKernels:
     ) -> None:  # fmt: skip
         taps, keys, values = (int(macros[name]) for name in ("TAPS", "KEYS", "VALUES"))
         few, delta, half = (macros[name] == "1" for name in ("FEW", "DELTA", "HALF"))
-        table = [(i, 1, i, i) for i in range(grid[1])] if few else view(chunks, np.int32, grid[1] // 4, 4).tolist()
+        if few:  # the last row first: behind the first one, states go to where all begin
+            table = [(row, 1, rows[0], rows[0]) for rows in self._rows(grid[1], chunks) for row in reversed(rows)]
+        else:
+            table = view(chunks, np.int32, grid[1] // 4, 4).tolist()
         weights = view(weight, np.float32, taps, channels)
         for first, count, text, start in table:
             tail = view(int(view(states, np.uint64, text + 1)[text]) + 4 * tail_at, np.float32, taps - 1, channels)
@@ -59,7 +66,8 @@ class RecurrentKernels:
                 own = np.stack([view(decay, np.float32, heads) * t, beta], axis=1)
                 view(gates, np.float32, row + 1, heads, 2)[row] = own
             if few:
-                tail[:] = whole[1:]
+                own = view(int(view(states, np.uint64, first + 1)[first]) + 4 * tail_at, np.float32, *tail.shape)
+                own[:] = whole[-len(own) :]
 
     def keep_inputs(
         self, macros: dict[str, str], grid: tuple[int, ...], x: int, others: int, states: int, chunks: int, ranges: int,
@@ -84,7 +92,10 @@ class RecurrentKernels:
         y: int, channels: int, tail_at: int,
     ) -> None:  # fmt: skip
         few, taps = macros["FEW"] == "1", int(macros["TAPS"])
-        table = [(i, 1, i, i) for i in range(grid[1])] if few else view(chunks, np.int32, grid[1] // 4, 4).tolist()
+        if few:
+            table = [(rows[0], len(rows), rows[0], rows[0]) for rows in self._rows(grid[1], chunks)]
+        else:
+            table = view(chunks, np.int32, grid[1] // 4, 4).tolist()
         for first, count, text, start in table:
             tail = view(int(view(states, np.uint64, text + 1)[text]) + 4 * tail_at, np.float32, taps - 1, channels)
             rows = view(bcx, np.float16, first + count, 3, channels)[start:].astype(np.float32)
@@ -93,8 +104,9 @@ class RecurrentKernels:
                 mixed = (whole[row - start : row - start + taps] * view(weight, np.float32, taps, channels)).sum(axis=0)
                 mixed += view(bias, np.float32, channels) if bias else 0
                 view(y, np.float16, row + 1, channels)[row] = rows[row - start, 1] * mixed
-            if few:
-                tail[:] = whole[1:]
+                if few:
+                    own = view(int(view(states, np.uint64, row + 1)[row]) + 4 * tail_at, np.float32, *tail.shape)
+                    own[:] = whole[row - start + 1 : row - start + taps]
 
     def recurrence(
         self, macros: dict[str, str], grid: tuple[int, ...], kq: int, overlap: int, v: int, gates: int, skips: int,
@@ -129,7 +141,9 @@ class RecurrentKernels:
         numbers = np.arange(heads)
         which = numbers % key_heads if macros["TILED"] == "1" else numbers // (heads // key_heads)
         shape = heads, values // 8, keys, 8
-        for text, parts in enumerate(texts):
+        for number, parts in enumerate(texts):
+            few = bool(parts) and parts[0][2] < 0
+            text = parts[0][0] if few else number
             own = view(int(view(states, np.uint64, text + 1)[text]) + 4 * state_at, np.float32, *shape)
             s = own.transpose(0, 2, 1, 3).reshape(heads, keys, values)
             for first, count, chunk in parts:
@@ -144,11 +158,13 @@ class RecurrentKernels:
                     if skips:
                         made = made + view(skips, np.float32, heads)[:, None] * x
                     view(out, np.float32, row + 1, heads, values)[row] = made
-                save = int(view(saves, np.uint64, chunk + 1)[chunk]) if chunk >= 0 else 0
+                places, place = (states, row) if few else (saves, chunk)
+                save = int(view(places, np.uint64, place + 1)[place])
                 if save:
                     kept = view(save + 4 * state_at, np.float32, *shape)
                     kept[:] = s.reshape(heads, keys, -1, 8).transpose(0, 2, 1, 3)
-            own[:] = s.reshape(heads, keys, -1, 8).transpose(0, 2, 1, 3)
+            if not few:
+                own[:] = s.reshape(heads, keys, -1, 8).transpose(0, 2, 1, 3)
 
     def gated_norm(
         self, macros: dict[str, str], grid: tuple[int, ...], x: int, z: int, weight: int, y: int, epsilon: float,

@@ -3,7 +3,7 @@
     python tests/support/draft_matrix.py --device cuda --jobs 6 --lines FILE --formats q4_0,q8_0
 
 runs it for small random models: in each process one format with one type of activations. FILE gets a line for each
-case as it ends.
+case as it ends, and with --json a record of all of them is made.
 """
 
 from __future__ import annotations
@@ -156,6 +156,14 @@ def run(folder: Path, device: str, format: str, activations: str | None, given: 
     return wrong
 
 
+def record(lines: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str, Any]:
+    """What all cases have in common, and the sums of their counts."""
+    each = {"formats": "format", "activations": "activations", "drafters": "drafter", "batches": "batch"}
+    kinds = {name: [*dict.fromkeys(line[key] for line in lines if line[key])] for name, key in each.items()}
+    counts = {name: sum(line[name] for line in lines) for name in ("answers", "differing", "drafted", "accepted")}
+    return {"about": about, "prompts": lines[0]["answers"], **kinds, **counts}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
@@ -166,6 +174,7 @@ def main() -> None:
     parser.add_argument("--activations", default="q16,exact,q8", help="on the CPU")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--lines", type=Path, required=True, help="file for the lines")
+    parser.add_argument("--json", type=Path, help="file for a record, as benchmarks/results has them")
     given = parser.parse_args()
     from llm_architectures import write_model, write_mtp_model  # here: with torch, which no other process needs
 
@@ -182,8 +191,11 @@ def main() -> None:
                     print(problem, flush=True)
                 print(f"{done} of {len(tasks)} models", flush=True)
     lines = [*map(json.loads, given.lines.read_text().splitlines())]
-    names = ("answers", "differing", "drafted", "accepted")
-    print(len(lines), "cases", {name: sum(each[name] for each in lines) for name in names})
+    device = bf.BACKENDS["cpu"].level if given.device == "cpu" else given.device
+    made = record(lines, {"device": device, "billfish": bf.__version__, "date": time.strftime("%Y-%m-%d")})
+    print(len(lines), "cases", {name: made[name] for name in ("answers", "differing", "drafted", "accepted")})
+    if given.json is not None:
+        given.json.write_text(json.dumps(made, indent=1) + "\n")
     sys.exit(any(each.result() for each in going))
 
 

@@ -223,10 +223,17 @@ class OnFibers:
     def read(self, state: Memory) -> np.ndarray:
         return state.array
 
-    def run(self, x: np.ndarray, states: Sequence[Memory], texts: Sequence[Sequence[Chunk]] | None) -> np.ndarray:
-        """One step. texts: the chunks of each; None: a decode step."""
+    def run(
+        self,
+        x: np.ndarray,
+        states: Sequence[Memory],
+        texts: Sequence[Sequence[Chunk]] | None,
+        counts: Sequence[int] | None = None,
+    ) -> np.ndarray:
+        """One step. texts: the chunks of each; None: a decode step. counts: of that, where rows are drafted."""
         rows, part = len(x), self.part
         inputs = {"states": np.array([state.pointer for state in states], np.uint64)} | of_chunks(texts)
+        inputs["counts"] = np.array(counts or [1] * rows, np.int32)
         sizes = {"x": x.nbytes, "added": 2 * rows * self.sizes.hidden}
         step = FiberStep(sizes | {name: array.nbytes for name, array in inputs.items()} | part.memory(rows))
         numbers(step.at("x"), x.shape)[:] = x
@@ -273,7 +280,11 @@ class OnDevice:
         return self._steps[rows, texts]
 
     def fed(
-        self, x: np.ndarray, states: Sequence[Buffer], texts: Sequence[Sequence[Chunk]] | None
+        self,
+        x: np.ndarray,
+        states: Sequence[Buffer],
+        texts: Sequence[Sequence[Chunk]] | None,
+        counts: Sequence[int] | None = None,
     ) -> tuple[StepMemory, Batch]:
         step = self.step(len(x), len(states))
         copy_in(step.at("x"), x, 0)
@@ -282,12 +293,20 @@ class OnDevice:
         copy_in(step.at("states"), np.array([state.pointer for state in states], np.uint64), 0)
         for name, array in of_chunks(texts).items() if texts is not None else ():
             copy_in(step.at(name), array, 0)
+        if texts is None:
+            copy_in(step.at("counts"), np.array(counts or [1] * len(x), np.int32), 0)
         check(driver().cuMemsetD8(step.at("added"), 0xFF, 2 * len(x) * self.sizes.hidden), "clearing")
         return step, batch
 
-    def run(self, x: np.ndarray, states: Sequence[Buffer], texts: Sequence[Sequence[Chunk]] | None) -> np.ndarray:
+    def run(
+        self,
+        x: np.ndarray,
+        states: Sequence[Buffer],
+        texts: Sequence[Sequence[Chunk]] | None,
+        counts: Sequence[int] | None = None,
+    ) -> np.ndarray:
         with current(0):
-            step, batch = self.fed(x, states, texts)
+            step, batch = self.fed(x, states, texts, counts)
             self.part.run(self.launcher, 0, step, batch)
             made = np.empty((len(x), self.sizes.hidden), np.float16)
             copy_out(made, step.at("added"), 0)
@@ -325,6 +344,20 @@ class Sequences:
         self.errors.append(error(made, expected))
         self.positions = [p + n for p, n in zip(self.positions, lengths, strict=True)]
         return made
+
+    def drafted_rows(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Rows of two sequences, 3 and 1, in one decode step, and one at a time: what comes out, and the states behind
+        each row."""
+        x, place = self.inputs(4), self.place
+        first, second = ([place.state(place.read(state)) for state in self.states] for _ in range(2))
+        rows = [first[0], place.state(), place.state(), first[1]]
+        made = place.run(x, rows, None, [3, 0, 0, 1])
+        alone, behind = [place.run(x[[0, 3]], second, None)], [place.read(second[0]).copy()]
+        for row in (1, 2):
+            alone.append(place.run(x[[row]], second[:1], None))
+            behind.append(place.read(second[0]).copy())
+        one_by_one = np.concatenate([alone[0][:1], alone[1], alone[2], alone[0][1:]])
+        return [made, *map(place.read, rows)], [one_by_one, *behind, place.read(second[1])]
 
     def state_errors(self) -> list[float]:
         found = []

@@ -2,7 +2,8 @@
 //
 // Pointers to what the kernel before writes are not __restrict__: of memory that nobody writes, the compiler may move loads above wait_for_previous().
 //
-// FEW: a decode step, where row i is the next token of sequence i. Otherwise rows come in chunks of one sequence, up to 64, and a CTA takes PART rows.
+// FEW: a decode step, where a row is the next token of a sequence, or a drafted one behind it; a CTA takes all rows of a sequence. Otherwise rows come in
+// chunks of one sequence, up to 64, and a CTA takes PART rows.
 // Compiled with TAPS and FEW.
 #pragma once
 #include "device.cuh"
@@ -13,9 +14,10 @@ constexpr int CHUNK = 64, PART = 16, PARTS = CHUNK / PART;
 struct Rows {
   int first, count, text, start;
 };
-// chunks: the first row, how many rows, the sequence, and the sequence's first row. Chunks that are not used have no rows.
+// chunks: the first row, how many rows, the sequence, and the sequence's first row. Chunks that are not used have no rows. FEW: int32, how many rows the
+// sequence has that begins with each row; 0 for its other rows.
 DEVICE Rows rows_of(const int4* chunks, int block) {
-  if (FEW) return {block, 1, block, block};
+  if (FEW) return {block, ((const int*)chunks)[block], block, block};
   const int4 chunk = chunks[block / PARTS];
   const int skipped = block % PARTS * PART;
   return {chunk.x + skipped, min(chunk.y - skipped, PART), chunk.z, chunk.w};

@@ -6,7 +6,8 @@
 // so S^T k and S^T q are summed together. Mamba-2 has d = step x, and out = S^T c + skip x.
 //
 // Compiled with TYPE, KEYS, VALUES, WARPS, DELTA, TILED (value head i goes with key head i % key_heads; else neighbours share one) and FEW: a decode step, where
-// row i is the next token of sequence i. FEW and DELTA: a CTA has all columns of a head, and y = norm(out) * SiLU(z) instead of `out`.
+// a row is the next token of a sequence, or a drafted one behind it. A CTA takes all rows of a sequence; what is behind each goes to its own place in `states`, of which
+// the first is where the sequence begins. FEW and DELTA: a CTA has all columns of a head, and y = norm(out) * SiLU(z) instead of `out`.
 #include "lanes.cuh"
 
 constexpr int EACH = KEYS / 16;  // rows of a lane: 16 apart
@@ -20,39 +21,44 @@ struct Token {
 };
 
 // kq [rows][key_heads][2][KEYS], overlap [rows][key_heads], v [rows][heads][VALUES], gates [rows][heads]: the logarithm of the decay, and beta or the step.
-// Of a sequence's memory this layer's states begin at state_at. out [rows][heads][VALUES]. chunks, ranges, saves: as in keep_inputs.cu.
+// Of a sequence's memory this layer's states begin at state_at. out [rows][heads][VALUES]. chunks, ranges, saves: as in keep_inputs.cu; with FEW
+// chunks is as in convolution.cuh.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, FEW && WARPS <= 16 ? 2 : 1)
 marlin_recurrence(const float* kq, const float* overlaps, const float* v, const float2* gates, const float* __restrict__ skips, const u64* states, const int4* chunks,
                   const int2* ranges, const u64* saves, float* out, const u16* z, const float* __restrict__ norm, u16* y, float epsilon, int z_stride, int state_at,
                   int key_heads, int heads) {
   __shared__ float sums[WARPS];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.y, text = blockIdx.z;
-  const int key_head = TILED ? head % key_heads : head / (heads / key_heads), eight = blockIdx.x * WARPS + warp, column = eight * 8 + (lane & 1) * 4;
+  const int head = blockIdx.y, text = blockIdx.z, key_head = TILED ? head % key_heads : head / (heads / key_heads);
   constexpr int OWN = DELTA ? 2 : 3;  // the bit from which on a lane's number says which column's output it gets
-  const int own = lane >> OWN & 3;
-  const bool gives = DELTA ? (lane & 18) == 16 : (lane & 6) == 0;
+  // With several rows, FEW has no register left for what a thread's number gives: it is worked out again for each.
+  const auto thread = [] { return FEW ? opaque(threadIdx.x) : threadIdx.x; };
+  const auto eight_of = [&](int t) { return int(blockIdx.x * WARPS + (t >> 5)); };
   let_next_start();
-  const size_t at = (size_t)state_at + ((size_t)head * VALUES / 8 + eight) * KEYS * 8 + lane * 4;
   float4 s[EACH];
+  const auto state_in = [&](u64 place) {
+    const int t = thread();
+    return (float*)place + (size_t)state_at + ((size_t)head * VALUES / 8 + eight_of(t)) * KEYS * 8 + (t & 31) * 4;
+  };
   const auto load_state = [&] {
-    const float* from = (const float*)states[text] + at;
+    const float* from = state_in(states[text]);
 #pragma unroll
     for (int i = 0; i < EACH; i++) s[i] = *(const float4*)(from + i * 128);
   };
   const auto store_state = [&](u64 place) {
-    float* to = (float*)place + at;
+    float* to = state_in(place);
 #pragma unroll
     for (int i = 0; i < EACH; i++) *(float4*)(to + i * 128) = s[i];
   };
   if (FEW) load_state();  // the step before wrote it, and that has ended
   wait_for_previous();
-  const int2 range = FEW ? make_int2(0, 1) : ranges[text];
+  const int2 range = FEW ? make_int2(0, ((const int*)chunks)[text]) : ranges[text];
   if (range.y == 0) return;
   if (!FEW) load_state();
-  const int4 last = FEW ? make_int4(text, 1, text, text) : chunks[range.x + range.y - 1];
+  const int4 last = FEW ? make_int4(text, range.y, text, text) : chunks[range.x + range.y - 1];
   const int end = last.x + last.y;
   const float skip = DELTA ? 0 : skips[head];
   const auto fetch = [&](int row) {
+    const int t = thread(), lane = t & 31, column = eight_of(t) * 8 + (lane & 1) * 4;
     Token token;
     const float* from = kq + ((size_t)row * key_heads + key_head) * 2 * KEYS + (lane >> 1);
 #pragma unroll
@@ -63,12 +69,15 @@ marlin_recurrence(const float* kq, const float* overlaps, const float* v, const 
     return token;
   };
   float given = 0;
-  Token next = fetch(last.w);
-  for (int i = range.x; i < range.x + range.y; i++) {
+  Token next;
+  if (!FEW) next = fetch(last.w);
+  for (int i = range.x; i < (FEW ? 1 : range.x + range.y); i++) {
     const int4 chunk = FEW ? last : chunks[i];
     for (int row = chunk.x; row < chunk.x + chunk.y; row++) {
-      const Token token = next;
+      const Token token = FEW ? fetch(row) : next;
       if (!FEW && row + 1 < end) next = fetch(row + 1);
+      const int id = thread(), lane = id & 31, own = lane >> OWN & 3, column = eight_of(id) * 8 + (lane & 1) * 4;
+      const bool gives = DELTA ? (lane & 18) == 16 : (lane & 6) == 0;
       const float decay = expf(token.gate.x);
       float t[DELTA ? 8 : 4] = {};
 #pragma unroll
@@ -93,23 +102,25 @@ marlin_recurrence(const float* kq, const float* overlaps, const float* v, const 
         s[r].x = decay * s[r].x + token.k[r] * written[0], s[r].y = decay * s[r].y + token.k[r] * written[1];
         s[r].z = decay * s[r].z + token.k[r] * written[2], s[r].w = decay * s[r].w + token.k[r] * written[3];
       }
+      if (FEW) store_state(states[row]);
+      if constexpr (NORMED) {
+        float sum = gives ? given * given : 0;
+#pragma unroll
+        for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, d);
+        if (row > text) __syncthreads();  // the sums of the row before are read
+        if (lane == 0) sums[id >> 5] = sum;
+        __syncthreads();
+        sum = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) sum += sums[w];
+        if (gives) {
+          const float gate = activated<SILU>(TYPE::to_float(z[(size_t)row * z_stride + head * VALUES + column + own]));
+          y[((size_t)row * heads + head) * VALUES + column + own] = (u16)TYPE::pack_finite(given * rsqrtf(sum / VALUES + epsilon) * norm[column + own] * gate, 0);
+        }
+      }
     }
     if (!FEW)
       if (const u64 save = saves[i]; save) store_state(save);
   }
-  store_state(states[text]);
-  if constexpr (NORMED) {
-    float sum = gives ? given * given : 0;
-#pragma unroll
-    for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, d);
-    if (lane == 0) sums[warp] = sum;
-    __syncthreads();
-    sum = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += sums[w];
-    if (gives) {
-      const float gate = activated<SILU>(TYPE::to_float(z[(size_t)text * z_stride + head * VALUES + column + own]));
-      y[((size_t)text * heads + head) * VALUES + column + own] = (u16)TYPE::pack_finite(given * rsqrtf(sum / VALUES + epsilon) * norm[column + own] * gate, 0);
-    }
-  }
+  if (!FEW) store_state(states[text]);
 }

@@ -8,8 +8,10 @@ A decode step reads and writes each state once:
 
     products, recurrence_inputs (convolution, SiLU, gates), recurrence, gated_norm, product
 
-where a delta net's norm is in the recurrence. Prompts come in chunks of up to 64 tokens of one sequence, which end at
-multiples of 64 positions. GPUs with the shared memory for it take the chunkwise form on tensor cores:
+where a delta net's norm is in the recurrence. Drafted rows of a sequence go through it one after the other, in one
+launch, and each leaves the states behind it in memory of its own. Prompts come in chunks of up to 64 tokens of one
+sequence, which end at multiples of 64 positions. GPUs with the shared memory for it take the chunkwise form on tensor
+cores:
 
     products, recurrence_inputs, keep_inputs, chunk_products, chunk_scan, gated_norm, product
 
@@ -79,9 +81,15 @@ def chunk_inputs(row: int, prompts: Sequence[Sequence[Chunk]]) -> dict[str, NDAr
 Places = dict[str, tuple[int, int]]  # of what products made: where it begins, and how many numbers its rows are apart
 
 
-def states_of(step: StepMemory, batch: Batch, *, few: bool) -> int:
-    """Where the addresses of the states of sequences that decode are, or those of prompts."""
-    return step.at("states") + (0 if few else 8 * batch.decoding)
+def tables_of(step: StepMemory, batch: Batch, *, few: bool) -> tuple[int, int]:
+    """Where the addresses of the states of sequences that decode are and the counts of their rows, or those of prompts
+    and their chunks."""
+    return (step.at("states"), step.at("counts")) if few else (states_of(step, batch), step.at("chunks"))
+
+
+def states_of(step: StepMemory, batch: Batch) -> int:
+    """Where the addresses of the states of prompts are."""
+    return step.at("states") + 8 * batch.decoding
 
 
 @dataclass(frozen=True)
@@ -134,7 +142,7 @@ class DeviceShortConvolution:
         at, c = step.at, self.convolution
         macros = {"TYPE": launcher.type, "TAPS": c.taps, "FEW": int(few)}
         grid = -(-c.channels // CHANNELS), batch.decoding if few else PARTS * batch.chunks
-        tables = states_of(step, batch, few=few), at("chunks")
+        tables = tables_of(step, batch, few=few)
         pointers = at("mixer_inputs"), c.weight.pointer, c.bias_pointer, *tables, at("mixer_output")
         launcher.launch(stream, "short_convolution", macros, grid, CHANNELS, *pointers, c.channels, self.state_at)
 
@@ -262,7 +270,7 @@ class DeviceRecurrence:
         )
         vectors = c.weight.pointer, c.bias_pointer, self.decay.pointer, self.step.pointer
         made = at("mixer_kq"), at("mixer_overlap"), at("mixer_v"), at("mixer_gates")
-        pointers = convolved, beta, alpha, *vectors, states_of(step, batch, few=few), at("chunks"), *made
+        pointers = convolved, beta, alpha, *vectors, *tables_of(step, batch, few=few), *made
         numbers = stride, beta_stride, alpha_stride, c.channels, k_at, q_at, v_at, self.tail_at
         grid = self.key_heads + self.heads, batch.decoding if few else PARTS * batch.chunks
         heads = self.key_heads, self.heads
@@ -278,7 +286,7 @@ class DeviceRecurrence:
         columns = self.values if few and self.delta else min(FEW_COLUMNS, self.values)
         macros = {"TYPE": launcher.type, "WARPS": columns // 8, "FEW": int(few)} | self._macros()
         read = at("mixer_kq"), at("mixer_overlap"), at("mixer_v"), at("mixer_gates"), self._skip
-        states = states_of(step, batch, few=few), at("chunks"), at("chunk_ranges"), at("chunk_saves")
+        states = *tables_of(step, batch, few=few), at("chunk_ranges"), at("chunk_saves")
         written = at("mixer_sums"), z[0], self.norm.pointer, at("mixer_output"), launcher.epsilon
         grid = self.values // columns, self.heads, batch.decoding if few else batch.prompts
         numbers = z[1], self.state_at, self.key_heads, self.heads
@@ -321,7 +329,7 @@ class DeviceRecurrence:
         )
         read = at("mixer_kq"), at("chunk_w"), at("mixer_v"), at("chunk_attention"), at("mixer_gates"), self._skip
         tables = at("chunks"), at("chunk_ranges"), at("chunk_saves")
-        states = states_of(step, batch, few=False), *tables, at("mixer_sums")
+        states = states_of(step, batch), *tables, at("mixer_sums")
         launcher.launch(
             stream,
             "chunk_scan",
@@ -362,6 +370,6 @@ def _keep(
     0: nothing."""
     at, channels = step.at, convolution.channels
     macros = {"TYPE": launcher.type, "TAPS": convolution.taps, "PAIRS": int(others != 0)}
-    tables = states_of(step, batch, few=False), at("chunks"), at("chunk_ranges"), at("chunk_saves")
+    tables = *tables_of(step, batch, few=False), at("chunk_ranges"), at("chunk_saves")
     grid = -(-channels // CHANNELS), batch.prompts
     launcher.launch(stream, "keep_inputs", macros, grid, CHANNELS, inputs, others, *tables, stride, channels, tail_at)

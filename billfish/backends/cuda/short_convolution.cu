@@ -1,4 +1,5 @@
-// y = c * convolution(b * x): two gates around a causal convolution. A thread has a channel of some rows.
+// y = c * convolution(b * x): two gates around a causal convolution. A thread has a channel of some rows. FEW: what is behind each row goes to its own place
+// in `states`, of which the first is where the sequence begins.
 //
 // Compiled with TYPE, TAPS and FEW.
 #include "convolution.cuh"
@@ -23,6 +24,6 @@ extern "C" __global__ void marlin_short_convolution(const u16* bcx, const float*
   for (int row = rows.first; row < rows.first + rows.count; row++) {
     window.push(input(row));
     y[(size_t)row * channels + channel] = (u16)TYPE::pack_finite(part(row, 1) * window.sum(taps, added), 0);
+    if (FEW) window.store((float*)states[row] + tail_at + channel, channels);
   }
-  if (FEW) window.store(tail, channels);
 }

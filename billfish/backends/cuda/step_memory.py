@@ -23,7 +23,8 @@ ALIGNED = 16  # bytes
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of a step: first the next token of each of `decoding` sequences, then the rows of `prompts` sequences.
+    """The rows of a step: first `decoding` next tokens of sequences, and drafted ones behind these, then the rows of
+    `prompts` sequences.
 
     rows: of both. blocks: of queries, which the rows of prompts are cut into. chunks: of recurrent layers, likewise.
     scored: rows that get logits. parts: CTAs that share the keys of a sequence that decodes; None: as many as keep all
@@ -55,6 +56,7 @@ def input_layout(batch: Batch) -> tuple[dict[str, tuple[int, Any, tuple[int, ...
         "scored": (np.int32, (batch.scored,)),
         "choices": (CHOICE, (batch.scored,)),
         "states": (np.uint64, (batch.sequences,)),
+        "counts": (np.int32, (batch.decoding,)),
         "chunks": (np.int32, (batch.chunks, 4)),
         "chunk_saves": (np.uint64, (batch.chunks,)),
         "chunk_ranges": (np.int32, (batch.prompts, 2)),
@@ -91,7 +93,8 @@ class StepMemory:
         the first position. Those of sequences that decode come first.
         scored int32 [scored]: the rows that get logits
         choices CHOICE [scored]: how a token is chosen
-        states uint64 [decoding + prompts]: addresses of recurrent states
+        states uint64 [decoding + prompts]: addresses of recurrent states; those of a drafted row are other memory
+        counts int32 [decoding]: how many rows the sequence has that begins with each row; 0 for its drafted rows
         chunks int32 [chunks, 4], chunk_saves uint64 [chunks], chunk_ranges int32 [prompts, 2]: see recurrent.py
     These stay from step to step:
         pages uint64 [tables, sequences, pages_of_sequence]: addresses of pages of the KV cache; a table for each kind

@@ -38,6 +38,14 @@ def test_decode_steps_are_exact(sizes):
     assert max(sequences.state_errors()) < 1e-5
 
 
+@pytest.mark.parametrize("sizes", SMALL.values(), ids=SMALL)
+def test_drafted_rows_have_the_bits_that_they_have_alone(sizes):
+    sequences = fed(sizes)
+    sequences.feed([1, 1], decode=True)
+    for made, expected in zip(*sequences.drafted_rows(), strict=True):
+        assert np.array_equal(made, expected)
+
+
 def test_a_chunk_and_a_row_are_exact():
     sequences = fed(TINY, count=1)
     sequences.feed([65])

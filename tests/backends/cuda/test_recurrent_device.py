@@ -95,6 +95,14 @@ def test_batches_and_pieces_at_multiples_of_64_have_the_same_bits(places, name):
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_drafted_rows_have_the_bits_that_they_have_alone(places, name):
+    sequences = Sequences(*places(name), 2)
+    sequences.feed([70, 3])
+    for made, expected in zip(*sequences.drafted_rows(), strict=True):
+        assert np.array_equal(made, expected)
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_decode_steps_in_a_graph(places, name):
     part, place = places(name)
     rng, states, others = np.random.default_rng(5), [place.state() for _ in range(3)], [place.state() for _ in range(3)]
