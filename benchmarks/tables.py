@@ -258,13 +258,13 @@ def attack_counts(results: Results) -> str:
 
 
 def attack_neighbor(results: Results) -> str:
-    """How long an ordinary client waits beside clients that attack in one way."""
-    lines = [["sent", "requests", "median ms", "p99 ms", "to alone", "p99", "to ordinary clients", "p99"]]
+    """How long an ordinary client waits beside clients that attack in one way. Medians: it gets few answers."""
+    usual = ("alone", "beside as many ordinary clients")
+    lines = [["sent", "requests", "its answers", "median ms", *usual]]
     for name, each in results["neighbor"].items():
-        ratios = [each[f"ratio to {what}"] for what in ("alone", "beside as many ordinary clients")]
-        times = [f"{1000 * each['attacked'][which]:.0f}" for which in ("median", "p99")]
-        parts = [f"{ratio[which]:.2f}" for ratio in ratios for which in ("median", "p99")]
-        lines.append([name.replace("_", " "), f"{each['requests']:,}", *times, *parts])
+        attacked, ratios = each["attacked"], [f"{each[f'ratio to {what}']['median']:.2f}" for what in usual]
+        counts = f"{each['requests']:,}", str(attacked["answers"]), f"{1000 * attacked['median']:.0f}"
+        lines.append([name.replace("_", " "), *counts, *ratios])
     return table(lines)
 
 
