@@ -50,8 +50,8 @@ marlin_recurrence(const float* kq, const float* overlaps, const float* v, const 
     for (int i = 0; i < EACH; i++) *(float4*)(to + i * 128) = s[i];
   };
   if (FEW) load_state();  // the step before wrote it, and that has ended
-  wait_for_previous();
   const int2 range = FEW ? make_int2(0, ((const int*)chunks)[text]) : ranges[text];
+  wait_for_previous();
   if (range.y == 0) return;
   if (!FEW) load_state();
   const int4 last = FEW ? make_int4(text, range.y, text, text) : chunks[range.x + range.y - 1];

@@ -30,8 +30,8 @@ marlin_recurrence_inputs(const u16* in, const u16* betas, const u16* alphas, con
   const bool any = threadIdx.x < size;
   const int i = any ? threadIdx.x : 0;
   let_next_start();
-  wait_for_previous();
   const Rows all = rows_of(chunks, blockIdx.y);
+  wait_for_previous();
   if (all.count <= 0) return;
   const float* tails = (const float*)states[all.text] + tail_at;
   // FEW: row by row, the last one first, since what is behind the first one goes to where all of them begin.

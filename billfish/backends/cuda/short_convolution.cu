@@ -12,10 +12,9 @@ extern "C" __global__ void marlin_short_convolution(const u16* bcx, const float*
   if (channel < channels) load_taps(taps, weight, channel, channels);
   const float added = bias && channel < channels ? __ldg(bias + channel) : 0;
   let_next_start();
-  wait_for_previous();
-  if (channel >= channels) return;
   const Rows rows = rows_of(chunks, blockIdx.y);
-  if (rows.count <= 0) return;
+  wait_for_previous();
+  if (channel >= channels || rows.count <= 0) return;
   float* tail = (float*)states[rows.text] + tail_at + channel;
   const auto part = [&](int row, int which) { return TYPE::to_float(bcx[((size_t)row * 3 + which) * channels + channel]); };
   const auto input = [&](int row) { return part(row, 0) * part(row, 2); };
