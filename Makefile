@@ -10,7 +10,7 @@ PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
 # The tests start hundreds of processes. Each would compile billfish again where bytecode may not be written.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo wheels test-wheels site test pytest check test-full docs-commands attack soak test-vllm test-clients test-agents test-llama-server test-lm-eval sanitize sanitize-address sanitize-undefined sanitize-cuda lint format clean
+.PHONY: demo wheels test-wheels site test pytest check test-full test-metal-full docs-commands attack soak test-vllm test-clients test-agents test-llama-server test-lm-eval sanitize sanitize-address sanitize-undefined sanitize-cuda lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run --temperature 0 -p "What is the capital of France?"
@@ -55,6 +55,10 @@ test-full: lint
 	$(BIN)/pip $(PIP_INSTALL) --no-build-isolation --no-deps --editable . -C cmake.define.BILLFISH_LEVELS=all
 	$(PYTEST) -m 'full or not full'
 	$(MAKE) docs-commands attack CASES=20000
+
+# Every architecture through the Metal decoder, and every format through the Metal kernels, in emulation.
+test-metal-full: $(VENV)/test.stamp
+	$(PYTEST) -m 'full or not full' tests/llm/test_metal.py tests/backends/metal
 
 # The commands of README and docs, from a wheel (of the ISA levels that are compiled already) in an environment of its own. It borrows the packages of the tests (torch, MLX
 # and transformers are gigabytes) after billfish is installed, so that pip does not take theirs for it.
