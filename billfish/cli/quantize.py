@@ -93,6 +93,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="quantize only tensors whose name matches REGEX; may be repeated (default: all matrices but embeddings, "
         "LM head, norms and routers)",
     )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="DEVICE",
+        help="where --calibrate, --bits and --method gptq compute: cpu, cuda, cuda:N, or auto: the first NVIDIA GPU if "
+        "it can run the model, else the CPU. GPTQ takes a GPU if torch is installed (default: auto)",
+    )
     parser.add_argument("--to", metavar="LAYOUT", help=f"{LAYOUTS} (default: billfish, or gguf by the name of OUT)")
     add_writing(
         parser,
@@ -141,6 +148,7 @@ def run(arguments: argparse.Namespace) -> None:
         "requantize": arguments.requantize,
         "raw_names": arguments.raw_names,
         "sequential": False if arguments.no_sequential else None,
+        "device": arguments.device,
         "overwrite": arguments.force,
     }
     # Here, as it can run models: other commands start without that.

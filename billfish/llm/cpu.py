@@ -109,8 +109,8 @@ class CpuDecoder(Decoder):
         self._native = self._make_native(packed, stacks)
         self._set_embedding()
 
-    def read_layer_again(self, layer: int) -> None:
-        """Its matrices, for a `convert` of :func:`billfish.llm.load` that has others by now."""
+    def read_layer_again(self, layer: int, inputs: Sequence[int] = ()) -> None:
+        """Its matrices, for a `convert` of :func:`billfish.llm.load` that has others by now, of whatever inputs."""
         parts = [*tensors_in(self.config.blocks[layer])]
         matrices = [part for part in parts if isinstance(part, Matrix)]
         self._packed |= dict(zip(matrices, self._backend.pack_all(map(self._matrix, matrices)), strict=True))

@@ -22,8 +22,6 @@ from billfish.models.description import (
     Attention,
     Dense,
     DenseAndMixture,
-    FeedForward,
-    Mixer,
     Mixture,
     Model,
     PerLayerEmbedding,
@@ -103,8 +101,8 @@ class BlockMaker:
         block, weights = self._model.blocks[i], self._weights
         layer_input, scale = block.per_layer_input, block.output_scale
         made = DeviceBlock(
-            self._mixer(block.mixer, i),
-            self._feed_forward(block.feed_forward),
+            self.mixer(i),
+            self.feed_forward(i),
             weights.vector(block.mixer_norm),
             weights.vector(block.feed_forward_norm),
             weights.vector(block.mixer_post_norm),
@@ -123,12 +121,14 @@ class BlockMaker:
         sizes = part.size, self._model.layers
         return DeviceLayerInputs(*sizes, embedding, projection, norm, part.scale, part.projection_scale)
 
-    def _mixer(self, mixer: Mixer, i: int) -> Part:
+    def mixer(self, i: int) -> Part:
+        mixer = self._model.blocks[i].mixer
         if isinstance(mixer, Attention):
             return self._attention(mixer, i)
         return recurrent_mixer(self._weights, mixer, self.layout.state_offsets[i])
 
-    def _feed_forward(self, part: FeedForward) -> Part:
+    def feed_forward(self, i: int) -> Part:
+        part = self._model.blocks[i].feed_forward
         if isinstance(part, Dense):
             return self._dense(part)
         if isinstance(part, Mixture):

@@ -7,18 +7,23 @@ come from the host and go back to it. Methods are as those of the CPU's decoder.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from threading import RLock
+from typing import Any
 
 import numpy as np
 
+from billfish.backends.cuda.block import DeviceBlock
 from billfish.backends.cuda.compile import check_compiler
 from billfish.backends.cuda.decoder import DeviceDecoder
 from billfish.backends.cuda.device_weights import DeviceWeights
-from billfish.backends.cuda.driver import OutOfMemory, Stream, copy_in, current, device, synchronize
+from billfish.backends.cuda.driver import Buffer, OutOfMemory, Stream, copy_in, copy_there, current, device, synchronize
 from billfish.backends.cuda.embedding import DeviceEmbedding
 from billfish.backends.cuda.input_sums import DeviceRows, DeviceSums
 from billfish.backends.cuda.launcher import DeviceMatrix, Launcher
+from billfish.backends.cuda.memory import as_tensor
 from billfish.backends.cuda.step_memory import PAGE, Batch
 from billfish.core.errors import BackendUnavailable, failure
 from billfish.core.tensor import QuantizedTensor
@@ -60,7 +65,7 @@ class CudaLayers:
         self.tensors, self.config, self._ordinal, self._name = tensors, tensors.config, ordinal, gpu.name
         self.device, self.chunk = f"cuda:{ordinal}", CHUNK if gpu.capability == (9, 0) else FEW_CHUNK
         self._launcher = Launcher(self.config.hidden, self.config.norm_epsilon, ordinal=ordinal)
-        self._layer = -1
+        self._layer, self._turn = -1, 0
         with self._room():
             weights = GpuWeights(tensors, ordinal)
             self._maker = BlockMaker(self.config, weights)
@@ -72,6 +77,8 @@ class CudaLayers:
             self._ropes = self._maker.ropes()
             last_norm = tensors.vector(self.config.final_norm) / np.float32(self.config.logit_scale)
             self._last_norm = weights.send(last_norm)
+            size = 2 * self.chunk * self.config.hidden
+            self._normalized = [Buffer(size, ordinal) for _ in range(2)]
 
     def cache(self, capacity: int) -> CudaCache:
         return CudaCache(self.config, self._pool, capacity)
@@ -103,15 +110,29 @@ class CudaLayers:
                 if cache.states is not None:
                     cache.states.done(len(cache.tokens))
 
-    def read_layer_again(self, layer: int) -> None:
-        """When its tensors have changed."""
-        if self._layer == layer:
-            self._layer = -1
+    def read_layer_again(self, layer: int, inputs: Sequence[int] = (0, 2)) -> None:
+        """When tensors have changed that multiply these inputs of a layer, by number: the mixer's, or others."""
+        if self._layer != layer:
+            return
+        with self._room():
+            assert self._steps is not None
+            block = self._steps.block
+            self._layer, self._steps = -1, None
+            if min(inputs) < 2:
+                block = replace(block, mixer=self._maker.mixer(layer))
+            if max(inputs) >= 2:
+                block = replace(block, feed_forward=self._maker.feed_forward(layer))
+            if "torch" in sys.modules:  # what GPTQ took
+                sys.modules["torch"].cuda.empty_cache()
+            self._take(layer, block)
 
     def normalize(self, hidden: Floats) -> DeviceRows:
-        """Hidden states [m, hidden] behind the last norm, up to `chunk` of them: there until the next call."""
+        """Hidden states [m, hidden] behind the last norm, up to `chunk` of them: there until the call after the
+        next."""
         with self._room(), current(self._ordinal):
-            return self._read(self._layer if self._layer >= 0 else self.config.layers - 1).normalized(hidden)
+            steps = self._read(self._layer if self._layer >= 0 else self.config.layers - 1)
+            self._turn = 1 - self._turn
+            return steps.normalized(hidden, self._normalized[self._turn].pointer)
 
     def sums(self, shape: Sequence[int], outer: bool, cross: bool) -> CudaSums:
         """For the inputs [K] of a layer's matrices."""
@@ -119,26 +140,34 @@ class CudaLayers:
         with self._room():
             return CudaSums(DeviceSums(k, outer, cross, self._ordinal), self._launcher, self._stream)
 
+    def keep(self, widths: Mapping[int, int], tokens: int) -> KeptRows:
+        """Memory for inputs [tokens, width], by number."""
+        with self._room():
+            return KeptRows(widths, tokens, self._stream)
+
     def _read(self, layer: int) -> LayerSteps:
         """The steps of one layer, whose weights are on the device then."""
         if self._layer != layer:
             self._layer, self._steps = -1, None  # the memory of the one before first
-            block = self._maker.block(layer)
-            nothing, config = self._nothing, self.config
-            decoder = DeviceDecoder(
-                [block],
-                DeviceEmbedding(nothing, self._ropes),
-                DeviceMatrix(nothing),
-                self._last_norm,
-                epsilon=config.norm_epsilon,
-                tables=len(self._maker.layout.tables),
-                ordinal=self._ordinal,
-            )
-            self._steps = LayerSteps(layer, decoder, self._stream, self._scratch, self.chunk, config.context)
-            self._steps.grow(1)
-            self._layer = layer
+            self._take(layer, self._maker.block(layer))
         assert self._steps is not None
         return self._steps
+
+    def _take(self, layer: int, block: DeviceBlock) -> None:
+        nothing, config = self._nothing, self.config
+        decoder = DeviceDecoder(
+            [block],
+            DeviceEmbedding(nothing, self._ropes),
+            DeviceMatrix(nothing),
+            self._last_norm,
+            epsilon=config.norm_epsilon,
+            tables=len(self._maker.layout.tables),
+            ordinal=self._ordinal,
+        )
+        self._steps = LayerSteps(layer, decoder, self._stream, self._scratch, self.chunk, config.context)
+        with current(self._ordinal):
+            self._steps.grow(1)
+        self._layer = layer
 
     _steps: LayerSteps | None = None
 
@@ -162,9 +191,9 @@ class LayerSteps(CudaSteps):
     ) -> None:
         super().__init__(decoder, stream, scratch, chunk=chunk, most_rows=chunk + 1, pages=-(-context // PAGE))
         self._layer, self._prepared = layer, set[Batch]()
-        [block] = decoder.blocks
-        *first, output = block.mixer.matrices
-        *opening, down = block.feed_forward.matrices
+        [self.block] = decoder.blocks
+        *first, output = self.block.mixer.matrices
+        *opening, down = self.block.feed_forward.matrices
         numbered = (first, [output], opening, [down])  # as `LayerInput` of the CPU's decoder
         self._numbers = {id(matrix): number for number, part in enumerate(numbered) for matrix in part}
 
@@ -186,10 +215,13 @@ class LayerSteps(CudaSteps):
             real, k = len(self._entering), matrix.weights.shape[1]
             self._observe(self._layer, self._numbers[id(matrix)], -1, DeviceRows(x, real, k))
 
-    def normalized(self, hidden: Floats) -> DeviceRows:
-        copy_in(self.memory.at("hidden"), np.ascontiguousarray(hidden), self._stream.pointer)
-        self._layers.finish(self._stream.pointer, self.memory, len(hidden), added=False)
-        return DeviceRows(self.memory.at("x"), *hidden.shape)
+    def normalized(self, hidden: Floats, to: int) -> DeviceRows:
+        """Hidden states behind the last norm, at the address `to`."""
+        stream, rows = self._stream.pointer, DeviceRows(to, *hidden.shape)
+        copy_in(self.memory.at("hidden"), np.ascontiguousarray(hidden), stream)
+        self._layers.finish(stream, self.memory, len(hidden), added=False)
+        copy_there(to, self.memory.at("x"), rows.nbytes, stream)
+        return rows
 
 
 class CudaSums:
@@ -203,12 +235,61 @@ class CudaSums:
         with current(self._launcher.ordinal):
             self._sums.add(self._launcher, self._stream.pointer, rows)
 
+    def add_cross(self, rows: DeviceRows, truth: DeviceRows) -> None:
+        """Inputs, and what the float model has in their place."""
+        with current(self._launcher.ordinal):
+            self._sums.add_cross(self._launcher, self._stream.pointer, rows, truth.at)
+
+    def for_gptq(self) -> dict[str, Any]:
+        """The mean of X^T X, and that of X^T Y or None, as torch tensors; they have the bits of InputStatistics'."""
+        torch = sys.modules["torch"]
+        with current(self._launcher.ordinal):
+            synchronize(self._stream.pointer)
+        found = {"hessian": self._sums.outer_buffer, "cross": self._sums.cross_buffer}
+        shape = self._sums.k, self._sums.k
+        # By a tensor: a number of Python's would be multiplied by its reciprocal.
+        count = torch.full((), self._count, dtype=torch.float32, device=f"cuda:{self._launcher.ordinal}")
+        return {
+            name: None if buffer is None else as_tensor(buffer).view(torch.float32).view(shape) / count
+            for name, buffer in found.items()
+        }
+
     def finish(self, name: str) -> InputStatistics:
         """The statistics; raises for inputs that were not finite."""
         stream = self._stream.pointer
         with current(self._launcher.ordinal):
             synchronize(stream)
-            squares, outer, cross = (get(stream) for get in (self._sums.squares, self._sums.outer, self._sums.cross))
-        known = InputStatistics(squares, np.array(self._count), outer, cross)
+            outer, cross = self._sums.outer(stream), self._sums.cross(stream)
+            known = InputStatistics(self._sums.squares(stream), np.array(self._count), outer, cross)
         known.check(name)
         return known
+
+
+class KeptRows:
+    """Inputs of a layer in the memory of a GPU, in the order of the text: all are put, then all are taken."""
+
+    def __init__(self, widths: Mapping[int, int], tokens: int, stream: Stream) -> None:
+        self._stream, self._done = stream, dict.fromkeys(widths, 0)
+        self._memory = {number: Buffer(2 * tokens * width, stream.ordinal) for number, width in widths.items()}
+
+    def rewind(self) -> None:
+        """The next rows are the first ones."""
+        self._done = dict.fromkeys(self._done, 0)
+
+    def put(self, number: int, rows: DeviceRows) -> None:
+        to = self._next(number, rows)
+        with current(self._stream.ordinal):
+            copy_there(to.at, rows.at, rows.nbytes, self._stream.pointer)
+
+    def take(self, number: int, like: DeviceRows) -> DeviceRows:
+        """As many rows as `like` has."""
+        return self._next(number, like)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory.clear()
+
+    def _next(self, number: int, rows: DeviceRows) -> DeviceRows:
+        at = self._memory[number].pointer + self._done[number]
+        self._done[number] += rows.nbytes
+        return rows._replace(at=at)

@@ -70,10 +70,7 @@ def make_decoder(device: str, tensors: ModelTensors) -> Decoder:
 def device_of_layers(call: str, device: str, model: Model) -> str:
     """Where a text runs through a model layer by layer, as for statistics: "cpu" or "cuda:N". Of "auto", a GPU if it
     can; another device that cannot is an error."""
-    chosen = check_device(device)
-    if chosen == "auto":
-        chosen = _best_device()
-    reason = ""
+    chosen, reason = chosen_device(device), ""
     if chosen in METAL:
         reason = f"{chosen} cannot calibrate"
     elif chosen != "cpu":
@@ -88,16 +85,20 @@ def device_of_layers(call: str, device: str, model: Model) -> str:
     return "cpu" if reason else chosen
 
 
+def chosen_device(device: str) -> str:
+    """The device of the words; of "auto", that which is tried first."""
+    device = check_device(device)
+    return _best_device() if device == "auto" else device
+
+
 def is_gpu(device: str) -> bool:
     """Whether a device is one; of "auto", that which is tried first."""
-    device = check_device(device)
-    return (_best_device() if device == "auto" else device) != "cpu"
+    return chosen_device(device) != "cpu"
 
 
 def device_memory(device: str) -> int:
     """The memory of a device in bytes. Of "auto", that of the device which is tried first."""
-    device = check_device(device)
-    device = _best_device() if device == "auto" else device
+    device = chosen_device(device)
     if not device.startswith("cuda"):
         return memory_bytes()  # a Mac's GPU shares it
     from billfish.backends.cuda.driver import total_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, overload
 
 import numpy as np
@@ -186,6 +187,22 @@ def quantize_matrix(
     if isinstance(planes["codes"], DeviceArray):
         return _packed_there(format, planes, group_size, options)
     return QuantizedTensor.owning(format, (n, k), group_size, format.pack(planes))
+
+
+def gptq_device(device: str) -> str:
+    """Where GPTQ runs beside a model on a device, as torch names it: a GPU if torch is there and sees it, or "cpu"."""
+    if device == "cpu" or importlib.util.find_spec("torch") is None:
+        return "cpu"
+    import torch
+
+    return device if torch.cuda.is_available() else "cpu"
+
+
+def sent_for_gptq(matrix: NDArray[Any], device: str) -> Any:
+    """A matrix of sums as a torch tensor on a device: `quantize` runs GPTQ there."""
+    import torch
+
+    return torch.from_numpy(np.require(matrix, requirements="W")).to(device)
 
 
 def _is_on_gpu(array: Any) -> bool:

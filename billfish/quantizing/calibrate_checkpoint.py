@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,13 +51,13 @@ from billfish.llm.model_weights import ExpertTensor, ModelTensors, Tensor
 from billfish.models import describe
 from billfish.models.description import Attention, Matrix, Stack
 from billfish.ops.matmul import dequantize
-from billfish.ops.quantization import quantize
+from billfish.ops.quantization import gptq_device, quantize
 from billfish.statistics.inputs import CALL, InputStatistics, Sums
 from billfish.statistics.statistics import Statistics
 from billfish.statistics.statistics_file import About, Inputs, Part, check_suffix, output_file
 
 if TYPE_CHECKING:
-    from billfish.llm.cuda_layers import CudaLayers, CudaSums
+    from billfish.llm.cuda_layers import CudaLayers
 
 TOKENS, WINDOW = 32768, 512
 DEFAULT_NAME = "the text that billfish carries"
@@ -69,6 +69,43 @@ FLOAT = "float-"  # before an input, the file of what the float model has there 
 STEPS = ((0,), (1,), (2, 4, 6), (3, 5))
 OnQuantized = Callable[[str, QuantizedTensor | QuantizedExperts], object]  # gets a name and what it has become
 EMBEDDING_INPUT = -1  # of the first layer: rows of the embedding, which a model with embeddings per layer multiplies
+
+
+class LayerDecoder(Protocol):
+    """What runs layers: a CpuDecoder, with rows [rows, K] of NumPy, or CudaLayers, with DeviceRows."""
+
+    chunk: int
+
+    def cache(self, capacity: int) -> Any: ...
+    def embed(self, tokens: list[int]) -> NDArray[np.float32]: ...
+    def run_layer(
+        self,
+        layer: int,
+        tokens: list[int],
+        x: NDArray[np.float32],
+        source: NDArray[np.float32] | None,
+        cache: Any,
+        observe: Any,
+    ) -> None: ...
+    def read_layer_again(self, layer: int, inputs: Sequence[int] = ...) -> None: ...
+    def normalize(self, hidden: NDArray[np.float32]) -> Any: ...
+
+
+class InputSums(Protocol):
+    """`Sums`, or `CudaSums`."""
+
+    def add(self, rows: Any, expert: int | None = None) -> None: ...
+    def add_cross(self, rows: Any, truth: Any) -> None: ...
+    def finish(self, name: str) -> InputStatistics: ...
+
+
+class KeptInputs(Protocol):
+    """Inputs of a layer, in the order of the text: all are put, then all are taken. `KeptFile`, or `KeptRows`."""
+
+    def rewind(self) -> None: ...
+    def put(self, number: int, rows: Any) -> None: ...
+    def take(self, number: int, like: Any) -> Any: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +137,7 @@ class Calibration:
             if choice is None or (about.format is not None and not requantize) or shape[-1] % choice[0].block_size:
                 continue
             formats[name] = choice[0], choice[0].check_group_size(CALL, choice[1], shape[-1])
-        return replace(self, formats=formats, device="cpu")
+        return replace(self, formats=formats)
 
     @classmethod
     def of(
@@ -218,22 +255,28 @@ class Layers:
 
     def __init__(self, calibration: Calibration, room: Path, bar: Progress, quantized: OnQuantized | None) -> None:
         self._calibration, self._room, self._bar, self._told = calibration, room, bar, quantized
-        self._known: dict[str, InputStatistics] = {}  # by which matrices of the layer are quantized
-        self._rounded: dict[str, Tensor | ExpertTensor] = {}  # those that are, as floats
+        self._known: dict[str, dict[str, Any]] = {}  # by which matrices of the layer are quantized: for `quantize`
+        self._rounded: dict[str, Tensor | ExpertTensor] = {}  # those that are, as the decoder takes them
         self._quantized = set[int]()  # layers that the decoder has no floats of
 
     @functools.cached_property
-    def _decoder(self) -> CpuDecoder | CudaLayers:
+    def _decoder(self) -> LayerDecoder:
         """Read when the first layer is asked for: a file that is complete needs no model."""
-        if self._calibration.device != "cpu":
-            from billfish.llm.cuda_layers import CudaLayers
-
-            source, config = self._calibration.tensors.source, self._calibration.tensors.config
-            ordinal = int(self._calibration.device.removeprefix("cuda:"))
-            return CudaLayers(ModelTensors(source, config, self._converted), ordinal)
+        if self._gpu is not None:
+            return self._gpu
         decoder = load(self._calibration.path, device="cpu", convert=self._converted).decoder
         assert isinstance(decoder, CpuDecoder)
         return decoder
+
+    @functools.cached_property
+    def _gpu(self) -> CudaLayers | None:
+        if self._calibration.device == "cpu":
+            return None
+        from billfish.llm.cuda_layers import CudaLayers
+
+        source, config = self._calibration.tensors.source, self._calibration.tensors.config
+        ordinal = int(self._calibration.device.removeprefix("cuda:"))
+        return CudaLayers(ModelTensors(source, config, self._converted), ordinal)
 
     def statistics(self, layer: int) -> list[InputStatistics]:
         """Of all inputs of a layer; behind the last layer, of the head's."""
@@ -264,9 +307,9 @@ class Layers:
             self._pass(layer, lambda _, number, expert, rows: sums[number].add(rows, None if expert < 0 else expert))
         return [known.finish(inputs[number].names[0]) for number, known in sums.items()]
 
-    def _sums(self, layer: int, numbers: Iterable[int]) -> dict[int, Sums | CudaSums]:
+    def _sums(self, layer: int, numbers: Iterable[int]) -> dict[int, InputSums]:
         inputs, hessian = self._calibration.inputs[layer], self._calibration.hessian
-        make = Sums if isinstance(self._decoder, CpuDecoder) else self._decoder.sums
+        make: Callable[[Sequence[int], bool, bool], InputSums] = Sums if self._gpu is None else self._gpu.sums
         return {number: make(inputs[number].shape, hessian, inputs[number].cross) for number in numbers}
 
     # ---- sequential GPTQ ------------------------------------------------------------------------------------------
@@ -279,16 +322,11 @@ class Layers:
             decoder.read_layer_again(layer)
             self._quantized.remove(layer)
         share = 1 / (len(steps) + 2)  # of the layer's passes
-        self._float_pass(layer, share)
         found: dict[int, InputStatistics] = {}
-        for step in steps:
-            sums = self._sums(layer, step)
-            self._observe_step(layer, sums, share)
-            found |= {number: known.finish(inputs[number].names[0]) for number, known in sums.items()}
-            self._known = {name: found[number] for number in step for name in inputs[number].names}
-            if self._known.keys() & (self._calibration.formats or {}).keys():
-                decoder.read_layer_again(layer)
-            self._known = {}
+        with contextlib.closing(self._room_for_inputs(layer)) as floats:
+            self._float_pass(layer, floats, share)
+            for step in steps:
+                found |= self._quantize_step(layer, step, floats, share)
         self._quantized.add(layer)
         with replacing(self._room / f"{QUANTIZED}{layer + 1}") as file:
             for states in self._run(layer, True, share, None):
@@ -296,39 +334,67 @@ class Layers:
         self._rounded = {}
         return [found[number] for number in inputs]
 
-    def _float_pass(self, layer: int, share: float) -> None:
-        """The float model's windows through a layer, to the file of the next, and its inputs to files."""
-        with contextlib.ExitStack() as stack:
-            crossed = [number for number, known in self._calibration.inputs[layer].items() if known.cross]
-            files = {number: stack.enter_context((self._room / f"{FLOAT}{number}").open("wb")) for number in crossed}
+    def _quantize_step(
+        self, layer: int, step: list[int], floats: KeptInputs, share: float
+    ) -> dict[int, InputStatistics]:
+        """The statistics of a step's inputs. Its matrices are quantized then."""
+        inputs, formats, sums = (
+            self._calibration.inputs[layer],
+            self._calibration.formats or {},
+            self._sums(layer, step),
+        )
+        self._observe_step(layer, sums, floats, share)
+        found = {number: known.finish(inputs[number].names[0]) for number, known in sums.items()}
+        changed = [number for number in step if formats.keys() & {*inputs[number].names}]
+        for number in changed:
+            known = self._for_gptq(found[number], inputs[number].names[0], sums[number])
+            self._known |= dict.fromkeys(inputs[number].names, known)
+        if changed:
+            self._decoder.read_layer_again(layer, changed)
+        self._known = {}
+        return found
 
-            def observe(_: int, number: int, expert: int, rows: NDArray[np.float32]) -> None:
-                if number in files:
-                    files[number].write(np.ascontiguousarray(rows).data)
+    def _for_gptq(self, found: InputStatistics, name: str, sums: Any) -> dict[str, Any]:
+        """What `quantize` is told of inputs; where it runs on a GPU, of sums that are there."""
+        known: dict[str, Any] = {"importance": found.importance()}
+        if gptq_device(self._calibration.device) != "cpu":
+            further: dict[str, Any] = sums.for_gptq()
+            return known | further
+        return known | {"hessian": found.hessian(name), "cross": found.mean_cross(name)}
 
-            with replacing(self._room / str(layer + 1)) as file:
-                for states in self._run(layer, False, share, observe):
-                    file.write(states.data)
+    def _room_for_inputs(self, layer: int) -> KeptInputs:
+        crossed = {n: known.shape[-1] for n, known in self._calibration.inputs[layer].items() if known.cross}
+        gpu, tokens = self._gpu, self._calibration.tokens
+        return KeptFile(self._room, crossed) if gpu is None else gpu.keep(crossed, tokens)
 
-    def _observe_step(self, layer: int, sums: Mapping[int, Sums], share: float) -> None:
+    def _float_pass(self, layer: int, kept: KeptInputs, share: float) -> None:
+        """The float model's windows through a layer, to the file of the next, and its inputs to `kept`."""
+        inputs = self._calibration.inputs[layer]
+
+        def observe(_: int, number: int, expert: int, rows: Any) -> None:
+            if number in inputs and inputs[number].cross:
+                kept.put(number, rows)
+
+        with replacing(self._room / str(layer + 1)) as file:
+            for states in self._run(layer, False, share, observe):
+                file.write(states.data)
+
+    def _observe_step(self, layer: int, sums: Mapping[int, InputSums], floats: KeptInputs, share: float) -> None:
         """Add up the inputs of a step in the quantized model, beside the float model's of the same tokens."""
         inputs = self._calibration.inputs[layer]
         last = max(sums) if max(sums) < EXPERT_INPUT else None  # which the native decoder computes last
-        with contextlib.ExitStack() as stack:
-            crossed = [number for number in sums if inputs[number].cross]
-            files = {number: stack.enter_context((self._room / f"{FLOAT}{number}").open("rb")) for number in crossed}
+        floats.rewind()
 
-            def observe(_: int, number: int, expert: int, rows: NDArray[np.float32]) -> None:
-                if number in sums:
-                    sums[number].add(rows, None if expert < 0 else expert)
-                if number in files:
-                    content = files[number].read(4 * rows.size)
-                    sums[number].add_cross(rows, np.frombuffer(content, np.float32).reshape(rows.shape))
-                if number == last:
-                    raise Enough
+        def observe(_: int, number: int, expert: int, rows: Any) -> None:
+            if number in sums:
+                sums[number].add(rows, None if expert < 0 else expert)
+                if inputs[number].cross:
+                    sums[number].add_cross(rows, floats.take(number, rows))
+            if number == last:
+                raise Enough
 
-            for _ in self._run(layer, True, share, observe):
-                pass
+        for _ in self._run(layer, True, share, observe):
+            pass
 
     def _run(self, layer: int, quantized: bool, share: float, observe: Observe | None) -> Iterator[NDArray[np.float32]]:
         """What leaves a layer, window by window."""
@@ -348,15 +414,10 @@ class Layers:
         if w.dtype.name not in FLOATS:
             return tensor
         format, group_size = formats[name]
-        further: dict[str, Any] = {
-            "importance": known.importance(),
-            "hessian": known.hessian(name),
-            "cross": known.mean_cross(name),
-        }
-        rounded = quantize(w, format, group_size=group_size, method="gptq", **further)
+        rounded = quantize(w, format, group_size=group_size, method="gptq", **known)
         if self._told is not None:
             self._told(name, rounded)
-        self._rounded[name] = floats_of(rounded)
+        self._rounded[name] = floats_of(rounded) if self._gpu is None else rounded
         return self._rounded[name]
 
     # ---- states -----------------------------------------------------------------------------------------------------
@@ -364,7 +425,7 @@ class Layers:
     def _pass(self, layer: int, observe: Observe | None) -> None:
         """All windows through a layer, to the file of the next."""
         decoder, windows = self._decoder, self._calibration.windows
-        cache, source = decoder.cache(max(map(len, windows))), decoder.config.source(layer)
+        cache, source = decoder.cache(max(map(len, windows))), self._calibration.tensors.config.source(layer)
         before: Iterator[NDArray[np.float32] | None] = repeat(None) if source is None else self._states(source)
         with replacing(self._room / str(layer + 1)) as file:
             for tokens, states in zip(windows, self._states(layer), strict=True):
@@ -390,6 +451,30 @@ class Layers:
             for window in windows:
                 content = bytearray(file.read(4 * hidden * len(window)))
                 yield np.frombuffer(content, np.float32).reshape(len(window), hidden)
+
+
+class KeptFile:
+    """Inputs of a layer in files, in the order of the text: all are put, then all are taken."""
+
+    def __init__(self, folder: Path, numbers: Iterable[int]) -> None:
+        self._files = {number: (folder / f"{FLOAT}{number}").open("w+b") for number in numbers}
+
+    def rewind(self) -> None:
+        """The next rows are the first ones."""
+        for file in self._files.values():
+            file.seek(0)
+
+    def put(self, number: int, rows: NDArray[np.float32]) -> None:
+        self._files[number].write(np.ascontiguousarray(rows).data)
+
+    def take(self, number: int, like: NDArray[np.float32]) -> NDArray[np.float32]:
+        """As many rows as `like` has."""
+        content = self._files[number].read(4 * like.size)
+        return np.frombuffer(content, np.float32).reshape(like.shape)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
 
 
 def floats_of(tensor: Tensor | ExpertTensor) -> NDArray[Any]:
@@ -445,6 +530,7 @@ def calibrated(
     text: bool | str | os.PathLike[str],
     hessian: bool,
     progress: bool,
+    device: str,
     sequential: tuple[Quantization, bool] | None = None,
     suffix: str = "statistics",
 ) -> Iterator[Statistics]:
@@ -461,7 +547,8 @@ def calibrated(
                 CALL, "tensors in memory cannot be calibrated here", "Pass a path, or use bf.calibrate(model, batches)."
             )
         )
-    calibration = Calibration.of(checkpoint.path, None if isinstance(text, bool) else text, hessian, TOKENS, None)
+    path = None if isinstance(text, bool) else text
+    calibration = Calibration.of(checkpoint.path, path, hessian, TOKENS, None, device)
     path = Path(f"{os.path.abspath(out)}.partial-{suffix}.safetensors")  # a name that nobody else has
     if sequential is not None:
         in_order = calibration.sequential(*sequential)

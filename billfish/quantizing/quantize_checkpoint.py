@@ -24,7 +24,8 @@ from billfish.core.files import path_of
 from billfish.core.format import Format, parse_format
 from billfish.core.progress import OnProgress
 from billfish.core.typing import FormatLike, Layout, Method
-from billfish.ops.quantization import check_method
+from billfish.llm.devices import check_device, chosen_device
+from billfish.ops.quantization import check_method, gptq_device
 from billfish.quantizing.bit_plan import CALL, BitPlan
 from billfish.quantizing.calibrate_checkpoint import calibrated
 from billfish.quantizing.sensitivity import FORMATS, LONG_ROW, Candidate, candidates_of, plan_bits
@@ -48,6 +49,7 @@ def quantize_checkpoint(
     statistics: Statistics | str | os.PathLike[str] | None = None,
     calibrate: bool | str | os.PathLike[str] = False,
     sequential: bool | None = None,
+    device: str = "auto",
     overwrite: bool = False,
     progress: bool | OnProgress = True,
 ) -> ConversionReport:
@@ -74,6 +76,8 @@ def quantize_checkpoint(
     sequential: whether "gptq" quantizes matrix after matrix, each with the inputs that it gets from those before, and
     makes up for their errors. None: unless there are `statistics`, or the disk has no room for twice X^T X. Models
     whose layers share keys and values, and encoders, are calibrated as without.
+    device: where the model runs for `calibrate`, and "gptq", if torch is there: "cpu", "cuda" or "cuda:N"; "auto" is
+    the first NVIDIA GPU, or the CPU.
 
     Returns a ConversionReport. Raises CheckpointError for what cannot be read or written, and DataError if nothing
     would be quantized.
@@ -86,14 +90,16 @@ def quantize_checkpoint(
     """
     if statistics is not None and calibrate:
         raise DataError(failure(CALL, "calibrate= and statistics= exclude each other", "Pass one of them."))
-    settings = _settings(dst, format, group_size, method, keep or {}, {}, only, to, requantize, raw_names, overwrite)
+    settings = _settings(
+        dst, format, group_size, method, keep or {}, {}, only, to, requantize, raw_names, overwrite, device
+    )
     checkpoint, out = opened(src), Path(dst)
     in_order = _in_order(sequential, method, statistics)
     if statistics is None and (calibrate or method == "gptq"):
         check_export(CALL, checkpoint, out, settings)
     assert settings.quantization is not None
     how = (settings.quantization, requantize) if in_order else None
-    with _statistics(checkpoint, out, statistics, calibrate, method, progress is True, how) as known:
+    with _statistics(checkpoint, out, statistics, calibrate, method, progress is True, device, how) as known:
         return export(CALL, checkpoint, out, _with_statistics(settings, known), progress)
 
 
@@ -114,6 +120,7 @@ def quantize_to_bits(
     requantize: bool = False,
     raw_names: bool = False,
     sequential: bool | None = None,
+    device: str = "auto",
     overwrite: bool = False,
     progress: bool | OnProgress = True,
 ) -> ConversionReport:
@@ -135,7 +142,8 @@ def quantize_to_bits(
         raise DataError(f"{CALL}: --bits is {bits:g}; {most}. Use --format {largest.name}, or fewer bits.")
 
     def settings_for(plan: BitPlan) -> Settings:
-        return _settings(out, plan.format, None, method, keep, plan.keep, only, to, requantize, raw_names, overwrite)
+        further = only, to, requantize, raw_names, overwrite, device
+        return _settings(out, plan.format, None, method, keep, plan.keep, *further)
 
     # Whatever the writer refuses is refused before hours of measurements.
     tried = _trials(checkpoint, candidates) if plan is None else [plan]
@@ -150,16 +158,21 @@ def quantize_to_bits(
     with contextlib.ExitStack() as stack:
         known = None
         if not in_order:
-            known = stack.enter_context(_statistics(checkpoint, destination, statistics, calibrate, method, True))
+            known = stack.enter_context(
+                _statistics(checkpoint, destination, statistics, calibrate, method, True, device)
+            )
         elif plan is None:  # which needs mean squares only
-            known = stack.enter_context(calibrated(checkpoint, destination, calibrate, False, True, suffix="squares"))
+            known = stack.enter_context(
+                calibrated(checkpoint, destination, calibrate, False, True, device, suffix="squares")
+            )
         if plan is None:
             text = Path(calibrate) if isinstance(calibrate, str) else None
             kept = Path(f"{os.path.abspath(destination)}.partial-damage.json")
             names = [candidate.name for candidate in candidates]
             plan = plan_bits(
-                path, bits, formats=names, statistics=known, text=text, requantize=requantize, kept=kept, wanted=wanted
-            )
+                path, bits, formats=names, statistics=known, text=text, requantize=requantize, device=device, kept=kept,
+                wanted=wanted,
+            )  # fmt: skip
             if written is None:
                 LOG.info("the chosen formats:\n%s", plan.text().rstrip())
             else:
@@ -168,7 +181,9 @@ def quantize_to_bits(
         if in_order:
             assert settings.quantization is not None
             how = (settings.quantization, requantize)
-            known = stack.enter_context(_statistics(checkpoint, destination, None, calibrate, method, True, how))
+            known = stack.enter_context(
+                _statistics(checkpoint, destination, None, calibrate, method, True, device, how)
+            )
         report = export(CALL, checkpoint, destination, _with_statistics(settings, known), progress)
     if kept is not None:
         kept.unlink(missing_ok=True)
@@ -230,6 +245,7 @@ def _settings(
     requantize: bool,
     raw_names: bool,
     overwrite: bool,
+    device: str,
 ) -> Settings:
     """All that the writer is told. planned: rules that come after `keep` and `only`."""
     target = target_named(CALL, to or layout_of(dst))
@@ -248,7 +264,10 @@ def _settings(
                     CALL, f"the layout {target.name} cannot store {used.name}", f"Its formats are {', '.join(allowed)}."
                 )
             )
-    quantization = Quantization(chosen, group_size, method, rules, patterns, mix, planned=later)
+    check_device(device)
+    where = chosen_device(device) if method == "gptq" else "cpu"
+    place = gptq_device(where) if where.startswith("cuda") else "cpu"
+    quantization = Quantization(chosen, group_size, method, rules, patterns, mix, planned=later, gptq_device=place)
     return Settings(target, quantization, requantize, raw_names, overwrite=overwrite)
 
 
@@ -273,13 +292,14 @@ def _statistics(
     calibrate: bool | str | os.PathLike[str],
     method: str,
     progress: bool,
+    device: str,
     sequential: tuple[Quantization, bool] | None = None,
 ) -> Iterator[Statistics | None]:
     """Those of a file, those of a text, or none."""
     if statistics is not None:
         yield statistics if isinstance(statistics, Statistics) else Statistics.load(statistics)
     elif calibrate or method == "gptq":
-        with calibrated(checkpoint, out, calibrate, method == "gptq", progress, sequential) as computed:
+        with calibrated(checkpoint, out, calibrate, method == "gptq", progress, device, sequential) as computed:
             yield computed
     else:
         yield None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,10 @@ from llm_models import write_model as write_small
 
 import billfish as bf
 from billfish.backends.cuda import driver
+from billfish.checkpoints.write.selection import Quantization
 from billfish.cli.main import main
 from billfish.llm.cuda_layers import LayerSteps
+from billfish.quantizing.calibrate_checkpoint import Calibration
 from billfish.statistics import Statistics
 
 TEXT = "ab abba, what is this? A few words of a text; 12 numbers and more. " * 6
@@ -61,15 +64,16 @@ def on(device: str, model: Path, text: Path, **options) -> Statistics:
     return bf.calibrate_checkpoint(model, out, device=device, **settings)
 
 
-def assert_alike(found: Statistics, expected: Statistics) -> None:
+def assert_alike(found: Statistics, expected: Statistics, most: float = OF_NORM) -> None:
     assert [*found] == [*expected]
     for name, known in expected.items():
         np.testing.assert_array_equal(found[name].counts, known.counts)
-        for ours, theirs in ((found[name].outer, known.outer), (found[name].squares, known.squares)):
+        for what in ("outer", "squares", "cross"):
+            ours, theirs = getattr(found[name], what), getattr(known, what)
             if theirs is None:
                 assert ours is None
             else:
-                assert np.linalg.norm(ours - theirs) <= OF_NORM * np.linalg.norm(theirs), name
+                assert np.linalg.norm(ours - theirs) <= most * np.linalg.norm(theirs), name
 
 
 @pytest.mark.parametrize("small", [Small(), Small("qwen2", quantization="F32"), Small("gemma", tied=True)])
@@ -122,6 +126,56 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(gpu, tmp_path, text, monkey
     passed.clear()
     on("cuda", model, text)
     assert whole.read_bytes() == (tmp_path / "cuda-model.gguf.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_sequential_gptq_sees_what_it_sees_on_the_cpu(gpu, tmp_path, text, name):
+    """All matrices quantized, and those of one role alone."""
+    model = tmp_path / "model.gguf"
+    if name == "llama":
+        write_small(model, Small(layers=3, quantization="F32"))
+    else:
+        (tmp_path / "folder").mkdir()
+        write_model(tmp_path / "folder", name, max_position_embeddings=256)
+        bf.convert(tmp_path / "folder", model, "gguf", dtype="float32", progress=False)
+    for only in ((), (re.compile(r"attn_(q|output)"),), (re.compile("ffn_up"),)):
+        found = []
+        for device in ("cuda", "cpu"):
+            how = Quantization(bf.get_format("q8_0"), None, "gptq", only=only)
+            sequential = Calibration.of(model, text, True, 150, 40, device).sequential(how, False)
+            assert sequential is not None
+            assert sequential.device.startswith(device)
+            out = tmp_path / f"{device}.safetensors"
+            sequential.write(out, False, overwrite=True)
+            found.append(Statistics.load(out))
+        assert_alike(*found, most=3 * OF_NORM)  # some codes are others
+        first, later = found[0]["blk.0.attn_q.weight"], found[0]["blk.2.ffn_down.weight"]
+        np.testing.assert_array_equal(first.cross, first.outer)
+        assert not np.array_equal(later.cross, later.outer)
+
+
+def test_an_interrupted_sequential_run_goes_on_to_the_same_bytes(gpu, tmp_path, text, monkeypatch):
+    model, whole, cut = (tmp_path / f"{name}.gguf" for name in ("model", "whole", "cut"))
+    write_small(model, Small(layers=3, quantization="F32"))
+    settings = {"method": "gptq", "calibrate": text, "device": "cuda", "progress": False}
+    bf.quantize_checkpoint(model, whole, "q4_0", **settings)
+    passed, leaving = [], LayerSteps.leaving
+
+    def stopping(self, *arguments):
+        passed.append(self)
+        if len(passed) == 25:
+            raise KeyboardInterrupt
+        return leaving(self, *arguments)
+
+    monkeypatch.setattr(LayerSteps, "leaving", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        bf.quantize_checkpoint(model, cut, "q4_0", **settings)
+    monkeypatch.setattr(LayerSteps, "leaving", leaving)
+    passed.clear()
+    assert not cut.exists()
+    bf.quantize_checkpoint(model, cut, "q4_0", **settings)
+    assert whole.read_bytes() == cut.read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"model.gguf", "whole.gguf", "cut.gguf", "text.txt"}
 
 
 def test_what_only_the_cpu_can(gpu, tmp_path, text, capsys):

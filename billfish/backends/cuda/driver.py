@@ -341,6 +341,11 @@ def copy_out(array: NDArray[Any], source: int, stream: int) -> None:
     synchronize(stream)
 
 
+def copy_there(to: int, source: int, nbytes: int, stream: int) -> None:
+    """From one memory of the device to another, after all that was launched on the stream."""
+    check(driver().cuMemcpyDtoDAsync(to, source, nbytes, stream), "copying on the device")
+
+
 def synchronize(stream: int) -> None:
     """Wait for all that was launched on a stream."""
     check(driver().cuStreamSynchronize(stream), "waiting for the device")

@@ -33,21 +33,21 @@ class DeviceSums:
     def __init__(self, k: int, outer: bool, cross: bool, ordinal: int) -> None:
         self.k, self.ordinal = k, ordinal
         self._squares = _zeros(8 * k, ordinal)
-        self._outer = _zeros(4 * k * k, ordinal) if outer else None
-        self._cross = _zeros(4 * k * k, ordinal) if cross else None
+        self.outer_buffer = _zeros(4 * k * k, ordinal) if outer else None
+        self.cross_buffer = _zeros(4 * k * k, ordinal) if cross else None
 
     def add(self, launcher: Launcher, stream: int, x: DeviceRows) -> None:
         """Squares, and X^T X where it is wanted."""
         grid, macros = (-(-self.k // SQUARES_COLUMNS),), {"TYPE": launcher.type}
         arguments = x.at, self._squares.pointer, x.rows, self.k
         launcher.launch(stream, "add_squares", macros, grid, SQUARES_THREADS, *arguments)
-        if self._outer is not None:
-            self._add_products(launcher, stream, x, x.at, self._outer)
+        if self.outer_buffer is not None:
+            self._add_products(launcher, stream, x, x.at, self.outer_buffer)
 
     def add_cross(self, launcher: Launcher, stream: int, x: DeviceRows, y: int) -> None:
         """X^T Y, with as many inputs at the address y."""
-        assert self._cross is not None
-        self._add_products(launcher, stream, x, y, self._cross)
+        assert self.cross_buffer is not None
+        self._add_products(launcher, stream, x, y, self.cross_buffer)
 
     def _add_products(self, launcher: Launcher, stream: int, x: DeviceRows, y: int, sums: Buffer) -> None:
         tiles = -(-self.k // OUTER_TILE)
@@ -58,10 +58,10 @@ class DeviceSums:
         return _fetched(self._squares, stream, np.float64, (self.k,))
 
     def outer(self, stream: int) -> NDArray[np.float32] | None:
-        return None if self._outer is None else _fetched(self._outer, stream, np.float32, (self.k, self.k))
+        return None if self.outer_buffer is None else _fetched(self.outer_buffer, stream, np.float32, (self.k, self.k))
 
     def cross(self, stream: int) -> NDArray[np.float32] | None:
-        return None if self._cross is None else _fetched(self._cross, stream, np.float32, (self.k, self.k))
+        return None if self.cross_buffer is None else _fetched(self.cross_buffer, stream, np.float32, (self.k, self.k))
 
 
 def _zeros(nbytes: int, ordinal: int) -> Buffer:

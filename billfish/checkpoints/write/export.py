@@ -232,6 +232,7 @@ def _output(checkpoint: Checkpoint, sources: Identity, path: Path, planned: Plan
         "method": settings.quantization.method if settings.quantization else "",
         "requantize": settings.requantize,
         "statistics": statistics.digest if statistics else "",
+        "gptq": settings.quantization.gptq_device.partition(":")[0] if settings.quantization else "",
     }
     unchanged = functools.partial(is_current, checkpoint.files, sources)
     config = _config(checkpoint, notes)

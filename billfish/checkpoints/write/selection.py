@@ -17,6 +17,7 @@ from billfish.core.errors import CheckpointError, failure
 from billfish.core.format import Format
 from billfish.models import MODEL_TYPES
 from billfish.models.difference import Order
+from billfish.ops.quantization import sent_for_gptq
 
 # Tensors of three axes that are quantized: the experts of a model. Others may be convolutions.
 EXPERTS = re.compile(r"(^|\.)(experts|switch_mlp|block_sparse_moe)\.|_exps\.")
@@ -61,6 +62,7 @@ class Quantization:
     statistics: InputKnowledge | None = None  # of the inputs that weights are multiplied with
     planned: tuple[Rule, ...] = ()  # further rules, for what `only` finds
     columns: Mapping[str, Order] = field(default_factory=dict, compare=False)  # of the checkpoint; see `column_orders`
+    gptq_device: str = "cpu"  # where "gptq" runs: torch's name of a device
 
     def choice(self, name: str, origin: str, shape: tuple[int, ...]) -> tuple[Format, int | None] | None:
         """The format of a tensor; None to leave it as it is. Patterns are for its name, or the one it had."""
@@ -99,7 +101,13 @@ class Quantization:
         """The method for a tensor, and what is known of its inputs; raises if that is of another model."""
         if self.statistics is None:
             return self.method, {}
-        return self.statistics.settings("quantize", name, shape, self.method, expert, self.columns.get(name))
+        method, known = self.statistics.settings("quantize", name, shape, self.method, expert, self.columns.get(name))
+        if self.gptq_device != "cpu":
+            there: dict[str, Any] = {
+                what: sent_for_gptq(known[what], self.gptq_device) for what in ("hessian", "cross") if what in known
+            }
+            known = {**known, **there}
+        return method, known
 
     def is_wanted(self, name: str, origin: str) -> bool:
         """Whether `only` finds a tensor, or there is none."""
