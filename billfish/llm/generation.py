@@ -48,6 +48,7 @@ class Generation(Iterator[str]):
     decoder, tokenizer, prompt, max_tokens, sampling, activations, cache, stop, grammar, drafter: what
     :meth:`Model.generate` makes of its arguments.
     shown: ids of control tokens whose names belong to the text.
+    thought: how many tokens the thought that the answer begins with may have.
 
         >>> answer = bf.llm.load("model.gguf").generate([5, 6], max_tokens=3)
         >>> len(answer.tokens), answer.finish_reason
