@@ -305,7 +305,7 @@ class CudaSteps:
     def _prepare_states(self, decoding: Sequence[Fed], prompts: Sequence[Fed]) -> list[list[Chunk]]:
         """Bring recurrent states to where the tokens begin: the chunks of each sequence; none for other models. Behind
         drafted tokens the states are in other memory."""
-        chunks = []
+        chunks = list[list[Chunk]]()
         for cache, tokens, _, _, ends in (*decoding, *prompts):
             if cache.states is not None:
                 rows = 1 if len(chunks) < len(decoding) else len(tokens)
