@@ -124,7 +124,8 @@ class TorchDecoder(TorchHead):
         q = self._heads(self._multiply(x, part.q), part.heads, part.q_norm, part.rope)
         k = self._heads(self._multiply(x, part.k), part.kv_heads, part.k_norm, part.rope)
         v = self._multiply(x, part.v).view(tokens, part.kv_heads, -1).transpose(0, 1)
-        k, v = (each.repeat_interleave(part.heads // part.kv_heads, dim=0) for each in (k, v))
+        # Not repeat_interleave: on a GPU, its gradient adds up in any order.
+        k, v = (each[:, None].expand(-1, part.heads // part.kv_heads, -1, -1).flatten(0, 1) for each in (k, v))
         place = torch.arange(tokens, device=x.device)
         distance = place[:, None] - place
         seen = (distance >= 0) & (distance < (part.window or tokens))

@@ -110,7 +110,8 @@ class TrainedMatrix:
     @staticmethod
     def _spread(change: Tensor, groups: Tensor) -> Tensor:
         """For each group what its block has."""
-        return change.repeat_interleave(groups.shape[1] // change.shape[1], dim=1)
+        n, blocks = change.shape
+        return change[..., None].expand(n, blocks, groups.shape[1] // blocks).reshape(n, -1)
 
     def tensor(self) -> QuantizedTensor:
         """The trained matrix, in the same format."""
