@@ -59,6 +59,19 @@ def test_logits_are_those_of_the_cpu(pair, name):
     assert np.median(error(metal.decoder.logits(hidden, None), expected)) <= 1e-2
 
 
+@pytest.mark.full
+@pytest.mark.model
+def test_smollm2_has_the_logits_of_the_cpu():
+    """A whole model, its own weights."""
+    tokens, cpu, metal = [504, 3575, 282, 4649, 314], *(load(device=d) for d in ("cpu", "metal-emulator"))
+    expected = cpu.logits(tokens)
+    metal.decoder.set_cache_type("float32")
+    assert error(metal.logits(tokens), expected).max() <= 2e-5
+    metal.decoder.set_cache_type("float16")
+    hidden = metal.decoder.run([(metal.cache(), tokens)], None)
+    assert error(metal.decoder.logits(hidden, None), expected).max() <= 1e-2
+
+
 @pytest.mark.parametrize("name", SOME)
 def test_any_pieces_and_any_batch_give_the_same_logits(pair, name):
     _, metal = pair(name)
