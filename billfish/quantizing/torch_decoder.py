@@ -53,8 +53,8 @@ class TorchHead:
         if vector is None:
             return x
         if isinstance(vector, LayerNorm):
-            parts = self._vector(vector), self._vector(vector.bias)
-            return functional.layer_norm(x, (x.shape[-1],), *parts, self.config.norm_epsilon)
+            bias = None if vector.bias is None else self._vector(vector.bias)
+            return functional.layer_norm(x, (x.shape[-1],), self._vector(vector), bias, self.config.norm_epsilon)
         return functional.rms_norm(x, (x.shape[-1],), self._vector(vector), self.config.norm_epsilon)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ class _Weights(torch.autograd.Function):
         return matrix.in_rows(w if minimum is None else w.add_(minimum[..., None]))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         matrix, (scale,) = ctx.matrix, ctx.saved_tensors
         each = matrix.in_groups(gradient)
         of_scale = (each * matrix.factors()).sum(-1)
