@@ -147,7 +147,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reasoning-budget",
         type=int,
         metavar="N",
-        help="tokens that thoughts have at most, of requests that name no budget; -1 is no limit (default: -1)",
+        help="most tokens of thoughts, for requests that name no budget; -1 is no limit (default: -1)",
     )
     parser.add_argument(
         "--fronts",

@@ -93,6 +93,8 @@ class SequenceStates:
             self._restore(self, start)
         end, ends = start + count, {position for position in message_ends if start < position <= start + count}
         self.checkpoints = [each for each in self.checkpoints if each.position <= start]
+        if self._before is not None and self._before.position > start:
+            self._before = None  # of other tokens
         for position in places(start, count, ends):
             self._add(position, position in ends)
         self.position = CHANGING

@@ -569,7 +569,10 @@ class Model(TextModel):
         if self.decoder.rows_alike(activations) < 2:
             how = "" if activations is None else f" with activations {activations!r}"
             problem = f"drafting is not supported for {self.config.architecture} on {self.decoder.device}{how}"
-            raise DataError(failure(call, problem, "Leave draft out."))
+            cure = "or use activations 'q16' or 'q8'"
+            if self.decoder.device.startswith("metal"):
+                cure = "or take a dense model whose matrices are all quantized, LM head and embedding too (Q4_K_M files)"
+            raise DataError(failure(call, problem, f"Leave draft out, {cure}."))
         if isinstance(draft, Model):
             check_vocabulary(call, self.tokenizer, draft.tokenizer)
 

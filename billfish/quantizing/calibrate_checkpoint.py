@@ -51,7 +51,7 @@ from billfish.llm.model_weights import ExpertTensor, ModelTensors, Tensor
 from billfish.models import describe
 from billfish.models.description import Attention, Matrix, Stack
 from billfish.ops.matmul import dequantize
-from billfish.ops.quantization import gptq_device, quantize
+from billfish.ops.quantization import quantize
 from billfish.statistics.inputs import CALL, InputStatistics, Sums
 from billfish.statistics.statistics import Statistics
 from billfish.statistics.statistics_file import About, Inputs, Part, check_suffix, output_file
@@ -121,6 +121,7 @@ class Calibration:
     sources: Identity
     formats: Mapping[str, tuple[Format, int]] | None = None  # of the matrices that are quantized layer by layer
     device: str = "cpu"  # or "cuda:N"
+    gptq_device: str = "cpu"  # where they are quantized
 
     def sequential(self, quantization: Quantization, requantize: bool) -> Calibration | None:
         """The same beside a model that is quantized layer by layer; None for models that cannot be run so: an encoder,
@@ -137,7 +138,7 @@ class Calibration:
             if choice is None or (about.format is not None and not requantize) or shape[-1] % choice[0].block_size:
                 continue
             formats[name] = choice[0], choice[0].check_group_size(CALL, choice[1], shape[-1])
-        return replace(self, formats=formats)
+        return replace(self, formats=formats, gptq_device=quantization.gptq_device)
 
     @classmethod
     def of(
@@ -173,6 +174,7 @@ class Calibration:
         content: list[Any] = [__version__, self.sources, self.windows, self.hessian, self.device.partition(":")[0]]
         if self.formats is not None:
             content.append({name: (format.name, size) for name, (format, size) in self.formats.items()})
+            content.append(self.gptq_device.partition(":")[0])
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @functools.cached_property
@@ -357,7 +359,7 @@ class Layers:
     def _for_gptq(self, found: InputStatistics, name: str, sums: Any) -> dict[str, Any]:
         """What `quantize` is told of inputs; where it runs on a GPU, of sums that are there."""
         known: dict[str, Any] = {"importance": found.importance()}
-        if gptq_device(self._calibration.device) != "cpu":
+        if self._calibration.gptq_device != "cpu":
             further: dict[str, Any] = sums.for_gptq()
             return known | further
         return known | {"hessian": found.hessian(name), "cross": found.mean_cross(name)}

@@ -24,7 +24,7 @@ from billfish.core.files import path_of
 from billfish.core.format import Format, parse_format
 from billfish.core.progress import OnProgress
 from billfish.core.typing import FormatLike, Layout, Method
-from billfish.llm.devices import check_device, chosen_device
+from billfish.llm.devices import check_device
 from billfish.ops.quantization import check_method, gptq_device
 from billfish.quantizing.bit_plan import CALL, BitPlan
 from billfish.quantizing.calibrate_checkpoint import calibrated
@@ -76,8 +76,8 @@ def quantize_checkpoint(
     sequential: whether "gptq" quantizes matrix after matrix, each with the inputs that it gets from those before, and
     makes up for their errors. None: unless there are `statistics`, or the disk has no room for twice X^T X. Models
     whose layers share keys and values, and encoders, are calibrated as without.
-    device: where the model runs for `calibrate`, and "gptq", if torch is there: "cpu", "cuda" or "cuda:N"; "auto" is
-    the first NVIDIA GPU, or the CPU.
+    device: where the model runs for `calibrate`, and "gptq", if torch is there: "cpu", "cuda" or "cuda:N". "auto" runs
+    the model on the first NVIDIA GPU, or the CPU, and "gptq" on the CPU.
 
     Returns a ConversionReport. Raises CheckpointError for what cannot be read or written, and DataError if nothing
     would be quantized.
@@ -264,9 +264,8 @@ def _settings(
                     CALL, f"the layout {target.name} cannot store {used.name}", f"Its formats are {', '.join(allowed)}."
                 )
             )
-    check_device(device)
-    where = chosen_device(device) if method == "gptq" else "cpu"
-    place = gptq_device(where) if where.startswith("cuda") else "cpu"
+    where = check_device(device)
+    place = gptq_device(where) if method == "gptq" and where.startswith("cuda") else "cpu"
     quantization = Quantization(chosen, group_size, method, rules, patterns, mix, planned=later, gptq_device=place)
     return Settings(target, quantization, requantize, raw_names, overwrite=overwrite)
 

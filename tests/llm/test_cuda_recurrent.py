@@ -302,3 +302,13 @@ def test_checkpoints_of_all_sequences_stay_within_a_share_of_memory():
     assert [[each.position for each in states.checkpoints] for states in sequences] == [[64, 128, 192], [], []]
     assert sequences[1].restorable(199) == 0
     assert cuda_states.CHECKPOINT_SHARE > 1
+
+
+def test_other_tokens_leave_nothing_of_a_step_that_was_launched_ahead():
+    states = States(Pool(1000))
+    states.prepare(0, 200)
+    states.done(200)
+    states.keep()
+    states.prepare(50, 180)
+    states.done(230)
+    assert states.restorable(229) == 192
