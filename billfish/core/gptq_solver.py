@@ -115,7 +115,7 @@ def carry_of(call: str, hessian: NDArray[Any]) -> Carry:
     return Carry(order, damped, g, damping)
 
 
-def retargeted(w: NDArray[np.float32], hessian: NDArray[Any], cross: NDArray[Any], carry: Carry) -> NDArray[np.float32]:
+def retargeted(w: NDArray[Any], hessian: NDArray[Any], cross: NDArray[Any], carry: Carry) -> NDArray[np.float32]:
     """Weights V [N, K] with which inputs X give nearly what W gives with inputs Y: the float model's in their place.
 
     The least |Y W^T - X V^T|^2 has V^T = (X^T X)^-1 X^T Y W^T, or W^T and a step from there,
@@ -129,8 +129,8 @@ def retargeted(w: NDArray[np.float32], hessian: NDArray[Any], cross: NDArray[Any
     damped = carry.damped[:k, :k]
     drift = (cross.astype(np.float64) - hessian)[np.ix_(order, order)]
     step = np.linalg.solve(damped, drift @ w.T[order].astype(np.float64))
-    target = np.empty_like(w)
-    target[:, order] = w[:, order] + STEP * step.T
+    target = np.empty(w.shape, np.float32)  # also of 16-bit weights, whose digits the step would not fit
+    target[:, order] = w[:, order].astype(np.float32) + STEP * step.T
     return target
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from common import assert_same_planes, gaussian
@@ -57,6 +58,13 @@ def test_the_float_models_own_inputs_change_nothing():
     hessian = y.T @ y
     found = bf.quantize(w, "q4_0", method="gptq", hessian=hessian, cross=hessian).planes
     assert_same_planes(found, bf.quantize(w, "q4_0", method="gptq", hessian=hessian).planes)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_weights_of_16_bits_are_quantized_as_the_same_numbers_in_32(dtype):
+    w, (y, x) = gaussian((9, 128)).astype(dtype), inputs(500, 128)
+    known = {"method": "gptq", "hessian": x.T @ x, "cross": x.T @ y}
+    assert_same_planes(bf.quantize(w, "q4_0", **known).planes, bf.quantize(w.astype("f4"), "q4_0", **known).planes)
 
 
 def test_wrong_cross_products():
