@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -264,10 +265,18 @@ def _settings(
                     CALL, f"the layout {target.name} cannot store {used.name}", f"Its formats are {', '.join(allowed)}."
                 )
             )
-    where = check_device(device)
-    place = gptq_device(where) if method == "gptq" and where.startswith("cuda") else "cpu"
+    place = _gptq_place(check_device(device)) if method == "gptq" else "cpu"
     quantization = Quantization(chosen, group_size, method, rules, patterns, mix, planned=later, gptq_device=place)
     return Settings(target, quantization, requantize, raw_names, overwrite=overwrite)
+
+
+@functools.cache
+def _gptq_place(device: str) -> str:
+    """Where GPTQ runs: on a GPU that is named, if torch can use it. Says once if not."""
+    place = gptq_device(device) if device.startswith("cuda") else "cpu"
+    if place != device and device.startswith("cuda"):
+        LOG.warning("GPTQ runs on the CPU: on %s it needs torch with CUDA, which is not installed.", device)
+    return place
 
 
 def _rule(pattern: str, choice: str | Format) -> Rule:

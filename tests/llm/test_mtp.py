@@ -194,3 +194,10 @@ def test_a_file_without_a_block(tmp_path):
     write_model(tmp_path, "qwen35")
     with pytest.raises(bf.DataError, match=r"no MTP block.*ngram"):
         load(tmp_path, device="cpu").generate(TOKENS[:4], draft="mtp")
+
+
+def test_a_device_that_does_not_run_blocks(folder, monkeypatch):
+    model = load(folder, device="cpu")
+    monkeypatch.setattr(type(model.decoder), "mtp", None)
+    with pytest.raises(bf.DataError, match=r"MTP blocks.*cpu.*ngram"):
+        model.generate(TOKENS[:4], draft="mtp")

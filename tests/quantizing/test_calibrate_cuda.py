@@ -18,6 +18,7 @@ from billfish.backends.cuda import driver
 from billfish.checkpoints.write.selection import Quantization
 from billfish.cli.main import main
 from billfish.llm.cuda_layers import LayerSteps
+from billfish.quantizing import quantize_checkpoint
 from billfish.quantizing.calibrate_checkpoint import Calibration
 from billfish.statistics import Statistics
 
@@ -176,6 +177,19 @@ def test_an_interrupted_sequential_run_goes_on_to_the_same_bytes(gpu, tmp_path, 
     bf.quantize_checkpoint(model, cut, "q4_0", **settings)
     assert whole.read_bytes() == cut.read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"model.gguf", "whole.gguf", "cut.gguf", "text.txt"}
+
+
+def test_gptq_without_torch_on_the_gpu_says_so(gpu, tmp_path, text, monkeypatch, caplog):
+    monkeypatch.setattr(quantize_checkpoint, "gptq_device", lambda device: "cpu")
+    quantize_checkpoint._gptq_place.cache_clear()
+    write_small(tmp_path / "model.gguf", Small(layers=1, quantization="F32"))
+    for out in ("a.gguf", "b.gguf"):
+        how = {"method": "gptq", "calibrate": text, "sequential": False, "device": "cuda", "progress": False}
+        bf.quantize_checkpoint(tmp_path / "model.gguf", tmp_path / out, "q4_0", **how)
+    assert [record.message for record in caplog.records if "GPTQ runs on the CPU" in record.message] == [
+        "GPTQ runs on the CPU: on cuda:0 it needs torch with CUDA, which is not installed."
+    ]
+    quantize_checkpoint._gptq_place.cache_clear()
 
 
 def test_what_only_the_cpu_can(gpu, tmp_path, text, capsys):
