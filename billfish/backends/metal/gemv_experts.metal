@@ -12,5 +12,5 @@ if (expert < uint(codes_shape[0])) {
   multiply_panel<1, 4, HAS_BIAS>(x + long(choice / SHARE) * k, 1, w, panel, part, parts, lane, scratch, y + long(choice) * n,
                                  bias + (HAS_BIAS ? long(expert) * n : 0));
 } else if (part == 0 && lane < PANEL && panel * PANEL + lane < n) {
-  y[long(choice) * n + panel * PANEL + lane] = as_type<float>(NO_NUMBER);
+  store(y, long(choice) * n + panel * PANEL + lane, as_type<float>(NO_NUMBER));
 }

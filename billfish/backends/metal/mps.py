@@ -32,9 +32,12 @@ OLDEST_TORCH = "2.7"
 ALIGNMENT = 16  # bytes: kernels read vectors of up to so many
 
 # What MLX has before every kernel, as far as ours need it. torch compiles with safe mathematics, unless its user asks
-# for fast ones (PYTORCH_MPS_FAST_MATH), which would reorder what decode.metal does on purpose.
+# for fast ones (PYTORCH_MPS_FAST_MATH), which would reorder what decode.metal does on purpose. The pragma came with
+# Metal 3.2; macOS 14 has 3.1.
 PRELUDE = """#include <metal_stdlib>
+#if __METAL_VERSION__ >= 320
 #pragma METAL fp math_mode(safe)
+#endif
 using namespace metal;
 typedef half float16_t;
 typedef bfloat bfloat16_t;

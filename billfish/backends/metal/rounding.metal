@@ -1,4 +1,4 @@
-// Activations and the gates of feed-forward parts.
+// Rounding, and the gates of feed-forward parts.
 namespace billfish {
 
 // A number in T. In float16 none becomes infinite: it is the largest one instead.
@@ -6,6 +6,10 @@ template <typename T>
 METAL_FUNC T activation(float v) { return T(v); }
 template <>
 METAL_FUNC half activation<half>(float v) { return half(abs(v) > 65504.0f ? copysign(65504.0f, v) : v); }
+
+// A number as y has it.
+template <typename Y>
+METAL_FUNC void store(device Y* y, long at, float v) { y[at] = Y(v); }
 
 METAL_FUNC float sigmoid(float v) { return 1.0f / (1.0f + exp(-v)); }
 
