@@ -56,11 +56,11 @@ ALL_N = (8, 64, 70, 96, 200)
 # Two buffers of float32 tiles leave room for fewer threadgroups: kernels.py takes one.
 PRODUCTS = [
     (kernel, dtype)
-    for kernel in ("gemv", "gemm", "fused", "striped")
+    for kernel in ("gemv", "gemm", "fused", "striped", "tensor")
     for dtype in (FLOAT16, BFLOAT16, FLOAT32)
     if dtype != FLOAT32 or kernel in ("gemv", "fused")
 ]
-MORE_PRODUCTS = [("gemv", FLOAT16), ("gemm", BFLOAT16), ("fused", FLOAT32), ("striped", FLOAT16)]
+MORE_PRODUCTS = [("gemv", FLOAT16), ("gemm", BFLOAT16), ("fused", FLOAT32), ("striped", FLOAT16), ("tensor", BFLOAT16)]
 
 
 @lru_cache(maxsize=256)

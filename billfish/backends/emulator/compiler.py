@@ -52,6 +52,8 @@ for _option in ("indvars-widen-indvars=false", "unroll-runtime=false", "unroll-a
     _COUNTED_FLAGS += ["-mllvm", f"-{_option}"]
 for _option in ("inline-threshold=1000000", "unroll-threshold=2000", "disable-vector-combine"):
     _COUNTED_FLAGS += ["-mllvm", f"-{_option}"]
+# Parameters of templates that are objects, as Metal 4's descriptors are.
+_METAL_4_FLAGS = ["-std=c++20"]
 _SAFE_MATH, _HOSTILE_MATH = ["-ffp-contract=off"], ["-ffast-math", "-ffp-contract=fast", "-fno-finite-math-only"]
 # Without the C library's own libraries, which the process has anyway: zig would build stubs of them for half a minute.
 _LINK_FLAGS = ["-shared", "-fPIC", *(["-undefined", "dynamic_lookup"] if _DARWIN else ["-nostdlib"])]
@@ -145,11 +147,16 @@ def runtime_library() -> Path:
     return _cached(["runtime", *_RUNTIME_FLAGS], ".so", make)
 
 
+def _language(text: str) -> list[str]:
+    """Which C++ a text is in."""
+    return _METAL_4_FLAGS if "<metal_tensor>" in text or "<MetalPerformancePrimitives/" in text else []
+
+
 def kernel_library(text: str, *, instrumented: bool, hostile: bool, counted: bool = False) -> Path:
     """A translated kernel as a shared library; `counted` with a counter for each of its blocks."""
     compiler = find_compiler()
     runtime = runtime_library()
-    flags = _KERNEL_FLAGS + (_HOSTILE_MATH if hostile else _SAFE_MATH)
+    flags = _KERNEL_FLAGS + _language(text) + (_HOSTILE_MATH if hostile else _SAFE_MATH)
     flags += _COUNTED_FLAGS if counted else _INSTRUMENTED_FLAGS if instrumented else []
 
     def make(folder: Path, result: Path) -> None:
@@ -172,7 +179,13 @@ def kernel_library(text: str, *, instrumented: bool, hostile: bool, counted: boo
 def check_syntax(text: str, folder: Path, *, address_spaces: bool) -> str:
     """What the compiler says about a translated kernel; "" if nothing."""
     (folder / "kernel.cpp").write_text(text, "utf-8")
-    flags = [*_KERNEL_FLAGS, *_SAFE_MATH, "-ferror-limit=0", *(["-DEMULATOR_LINT"] if address_spaces else [])]
+    flags = [
+        *_KERNEL_FLAGS,
+        *_language(text),
+        *_SAFE_MATH,
+        "-ferror-limit=0",
+        *(["-DEMULATOR_LINT"] if address_spaces else []),
+    ]
     flags += ["-O0"]  # what it says does not depend on it; zig has no -fsyntax-only
     try:
         find_compiler().run([*flags, "-I", SHIM, "-S", "kernel.cpp", "-o", "kernel.s"], folder)

@@ -495,7 +495,7 @@ def _is_position(load: Instruction) -> bool:
 
 def is_charged_whole(name: str) -> bool:
     """Whether a function of the shim stands for one instruction of a GPU; what it does inside is the emulator's."""
-    return re.match(r"_ZZ?N5metal\d+(?:simd|quad|threadgroup_barrier|atomic_)", name) is not None
+    return re.match(r"_ZZ?N5metal\d+(?:simd|quad|threadgroup_barrier|atomic_)|_ZNK?3mpp", name) is not None
 
 
 def _call(function: Function, instruction: Instruction) -> Charge | None:

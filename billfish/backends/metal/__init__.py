@@ -23,6 +23,7 @@ from billfish.backends.metal import experts
 from billfish.backends.metal.experts import MetalExperts
 from billfish.backends.metal.kernels import Kernels
 from billfish.backends.metal.layout import MetalWeights, element_axis, lay_out, lay_out_experts
+from billfish.backends.metal.matrix_units import without_matrix_units
 from billfish.core.activations import IntegerActivations
 from billfish.core.arrays import Input, MlxArrays
 from billfish.core.errors import BackendUnavailable
@@ -116,7 +117,9 @@ class MetalBackend(Backend):
     def kernels(self) -> Kernels:
         import mlx.core as mx
 
-        return Kernels(mx.fast.metal_kernel)
+        kernels = Kernels(mx.fast.metal_kernel)
+        kernels.without_units = without_matrix_units(kernels)
+        return kernels
 
     def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> MetalProduct:
         return MetalProduct(self.kernels, lay_out(tensor).converted(MLX.from_numpy))

@@ -26,6 +26,8 @@ BUSY = 256
 
 # Tiles have two panels of 16 columns, one for each simdgroup of their threadgroups.
 PANEL, TILE_M, TILE_N, RUN, THREADS = 16, 64, 32, 32, 64
+# Those of the matrix units are 64 x 64, four panels and simdgroups.
+UNIT_N, UNIT_THREADS = 64, 128
 MATVEC_ROWS = 8
 # Simdgroups of a matvec's threadgroup, which share K: one for so many k; more where there are few columns, until there
 # are MATVEC_BUSY simdgroups, 13 for each of 40 cores, or each lane has one run.
@@ -48,11 +50,12 @@ def up(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def choose_kernel(m: int, n: int, k: int, itemsize: int) -> str:
+def choose_kernel(m: int, n: int, k: int, itemsize: int, matrix_units: bool = False) -> str:
     """The kernel for x [m, k] of a type of so many bytes and W [n, k].
 
     gemv     up to 8 rows: the weights are the traffic, and it reads them once
     fused    float32: two buffers of float32 slabs would leave room for one threadgroup less, and it needs one
+    tensor   GPUs with matrix units (matrix_units.py); it has slices of its own
     striped  few tiles: several threadgroups share each, and a second kernel adds up
     gemm     everything else
     """
@@ -60,6 +63,8 @@ def choose_kernel(m: int, n: int, k: int, itemsize: int) -> str:
         return "gemv"
     if itemsize == 4:
         return "fused"
+    if matrix_units:
+        return "tensor"
     return "striped" if slices(m, n, k) > 1 else "gemm"
 
 
@@ -75,15 +80,18 @@ def choose_experts(choices: int, experts: int, itemsize: int) -> str:
     return "fused_experts" if itemsize == 4 else "gemm_experts"
 
 
-def slices(m: int, n: int, k: int) -> int:
+def slices(m: int, n: int, k: int, tile_n: int = TILE_N) -> int:
     """In how many slices of K there are enough tiles: at least four runs each, as partial sums are traffic too."""
-    return max(1, min(up(BUSY, up(m, TILE_M) * up(n, TILE_N)), k // (4 * RUN), 8))
+    return max(1, min(up(BUSY, up(m, TILE_M) * up(n, tile_n)), k // (4 * RUN), 8))
 
 
 def launch(kernel: str, m: int, n: int, k: int) -> Dispatch:
     """How to launch it. Matvec has two kernels, for one row and for more."""
     if kernel == "gemv":
         return _matvec("gemv" if m == 1 else "gemv_rows", n, k, 1)
+    if kernel == "tensor":
+        grid = up(n, UNIT_N) * UNIT_THREADS, up(m, TILE_M), slices(m, n, k, UNIT_N)
+        return Dispatch(kernel, grid, (UNIT_THREADS, 1, 1))
     return _tiles(kernel, n, up(m, TILE_M), slices(m, n, k) if kernel == "striped" else 1)
 
 
@@ -183,19 +191,21 @@ class KernelSource(NamedTuple):
 
 
 ROUNDING, MATVEC, TILES, EXPERTS = "rounding.metal", "matvec.metal", "tiles.metal", "experts.metal"
+UNITS = "matrix_units.metal"
 KERNELS = {
     "gemv": KernelSource("marlin_gemv_{}", "gemv.metal", (ROUNDING, MATVEC)),
     "gemv_rows": KernelSource("marlin_gemv_rows_{}", "gemv_rows.metal", (ROUNDING, MATVEC)),
     "gemm": KernelSource("marlin_gemm_{}", "gemm.metal", (TILES,), 2),
     "fused": KernelSource("marlin_gemm_fused_{}", "gemm.metal", (TILES,), 1),
     "striped": KernelSource("marlin_gemm_{}_striped", "gemm_striped.metal", (TILES,), 2),
+    "tensor": KernelSource("marlin_gemm_{}_tensor", "gemm_tensor.metal", (ROUNDING, TILES, UNITS)),
     "gemv_experts": KernelSource("marlin_gemv_experts_{}", "gemv_experts.metal", (ROUNDING, MATVEC, EXPERTS)),
     "gemm_experts": KernelSource("marlin_gemm_experts_{}", "gemm_experts.metal", (TILES, EXPERTS), 2),
     "fused_experts": KernelSource("marlin_gemm_fused_experts_{}", "gemm_experts.metal", (TILES, EXPERTS), 1),
     "dequantize": KernelSource("dequant_{}", "dequantize.metal"),
     "embed": KernelSource("marlin_embed_{}", "embed.metal"),
 }
-PRODUCTS = ("gemv", "gemm", "fused", "striped")  # gemv takes gemv_rows for more than one row
+PRODUCTS = ("gemv", "gemm", "fused", "striped", "tensor")  # gemv takes gemv_rows for more than one row
 EXPERT_PRODUCTS = ("gemv_experts", "gemm_experts", "fused_experts")
 # What kernels are given: the weights, and what is beside them.
 INPUTS = {
@@ -255,10 +265,14 @@ ZERO = {
 
 
 class Kernels:
-    """The kernels of one `metal_kernel`, each built once. `flushed` is for GPUs that flush subnormal halves to zero."""
+    """The kernels of one `metal_kernel`, each built once. `flushed` is for GPUs that flush subnormal halves to zero.
+
+    without_units: why the matrix units of an M5 are not used; "" if they are. See matrix_units.py.
+    """
 
     def __init__(self, metal_kernel: Callable[..., Any], flushed: bool = False) -> None:
         self._metal_kernel, self._flushed = metal_kernel, flushed
+        self.without_units = "not looked for"
         self._built: dict[tuple[Any, ...], Any] = {}
 
     def get(self, key: tuple[Any, ...], arguments: Callable[[], dict[str, Any]]) -> Any:
@@ -281,12 +295,12 @@ class Kernels:
         (m, k), n = x.shape, w.shape[0]
         if count(x) < LEAST_SIZE:
             return self.multiply(more_rows(x), w, bias, kernel, gate=gate)[:m]
-        chosen = launch(kernel or choose_kernel(m, n, k, x.itemsize), m, n, k)
+        chosen = launch(kernel or choose_kernel(m, n, k, x.itemsize, not self.without_units), m, n, k)
         added = x if bias is None else more_numbers(bias)
-        striped = chosen.kernel == "striped"
+        striped = chosen.kernel == "striped" or chosen.grid[2] > 1
         template = {"T": x.dtype, "GROUP": w.group}
-        if not striped:
-            template["HAS_BIAS"] = bias is not None
+        if chosen.kernel != "striped":
+            template["HAS_BIAS"] = bias is not None and not striped
         if chosen.kernel.startswith("gemv"):
             template["GATE"] = 0 if gate is None else GATES.index(gate) + 1
         (y,) = self.product(chosen.kernel, w)(

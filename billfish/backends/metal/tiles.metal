@@ -97,13 +97,31 @@ struct WeightParts {
     }
   }
 
+  // Column 8j + matrix_row(lane), k = 8t + 2 * matrix_pair(lane) and the next one.
+  template <typename T>
+  METAL_FUNC float2 pair(int j, int t) const thread {
+    const Group group = groups[j * W::halves + t / 2 % W::halves];
+    return W::template weights_as<T>(W::Element::pair(parts[j], t), t, group);
+  }
+
   // Columns 8j .. 8j + 7, k = 8t .. 8t + 7 of the run.
   template <typename T>
   METAL_FUNC void matrix(int j, int t, thread simdgroup_matrix<T, 8, 8>& out) const thread {
-    const Group group = groups[j * W::halves + t / 2 % W::halves];
-    const float2 v = W::template weights_as<T>(W::Element::pair(parts[j], t), t, group);
+    const float2 v = pair<T>(j, t);
     out.thread_elements()[0] = T(v.x);
     out.thread_elements()[1] = T(v.y);
+  }
+
+  // All of it, columns `stride` apart.
+  template <typename T>
+  METAL_FUNC void put(threadgroup T* to, int stride, int lane) const thread {
+    #pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float2 v = pair<T>(i / 4, i % 4);
+      vec<T, 2> side;
+      side[0] = T(v.x), side[1] = T(v.y);
+      *(threadgroup vec<T, 2>*)(to + (8 * (i / 4) + matrix_row(lane)) * stride + 8 * (i % 4) + 2 * matrix_pair(lane)) = side;
+    }
   }
 };
 

@@ -302,7 +302,9 @@ class Recorder:
         return launch
 
 
-@pytest.mark.parametrize("kernel", ["gemv", "gemv_rows", "gemm", "fused", "striped", "dequantize", *EXPERT_PRODUCTS])
+@pytest.mark.parametrize(
+    "kernel", ["gemv", "gemv_rows", "gemm", "fused", "striped", "tensor", "dequantize", *EXPERT_PRODUCTS]
+)
 @pytest.mark.parametrize("name", FORMATS | MORE_FORMATS)
 def test_metal_gets_the_text_that_was_executed(name, kernel, tmp_path):
     w, stack = in_mlx(quantized(name, 96, 512)), stack_in_mlx(quantized(name, 96, 512))
@@ -319,7 +321,7 @@ def test_metal_gets_the_text_that_was_executed(name, kernel, tmp_path):
 
     recorder = Recorder()
     call(Kernels(recorder))
-    assert len(recorder.texts) == (2 if kernel == "striped" else 1)
+    assert len(recorder.texts) == (2 if kernel in ("striped", "tensor") else 1)
     assert printed_by_mlx(tmp_path, call) == recorder.texts
 
 
@@ -337,7 +339,7 @@ LINTED += ["q4_k", "q6_k", "q2_k", "q3_k", "fp8"]
 
 @pytest.mark.parametrize(
     ("kernel", "name"),
-    diagonal(14, ["gemv", "gemv_rows", "gemm", "fused", "striped", "dequantize", *EXPERT_PRODUCTS], LINTED),
+    diagonal(14, ["gemv", "gemv_rows", "gemm", "fused", "striped", "tensor", "dequantize", *EXPERT_PRODUCTS], LINTED),
 )
 def test_the_lint_finds_nothing(kernel, name):
     """Address spaces, vector casts, arrays of matrices, names that MLX takes: what only a Mac would show."""
