@@ -131,6 +131,215 @@ def test_the_process_ends_while_daemon_threads_multiply(_):
     run_python(DAEMONS)
 
 
+# Callers that begin loops at any time, change the number of threads meanwhile, and fail now and then.
+MANY_CALLERS = """
+import random, threading
+import numpy as np
+from billfish.backends.cpu import _cpu
+
+wrong = []
+
+def call(seed):
+    chance = random.Random(seed)
+    for loop in range(200):
+        count = chance.choice((1, 2, 7, 64, 1000))
+        fails = chance.randrange(count) if chance.random() < 0.2 else None
+        seen = np.zeros(count, np.int64)
+
+        def body(first, last):
+            seen[first:last] += 1
+            if fails is not None and first <= fails < last:
+                raise KeyError((seed, loop))
+
+        try:
+            _cpu.parallel_for(count, body)
+            if fails is not None or not (seen == 1).all():
+                wrong.append((seed, loop, fails, seen))
+        except KeyError as error:
+            if fails is None or error.args != ((seed, loop),) or seen.max() > 1:
+                wrong.append((seed, loop, fails, error))
+        if chance.random() < 0.02:
+            _cpu.set_threads(chance.choice((1, 2, 3, 5, 12)))
+
+_cpu.set_threads(3)
+callers = [threading.Thread(target=call, args=(seed,)) for seed in range(12)]
+for caller in callers:
+    caller.start()
+for caller in callers:
+    caller.join()
+assert not wrong, wrong[:3]
+"""
+
+
+@pytest.mark.promise("threads", "callers that share the threads get their own pieces and errors")
+def test_many_callers_share_the_threads():
+    run_python(MANY_CALLERS)
+
+
+# Each loop has two pieces that wait for each other, so another thread than the caller must come.
+FOR_BOTH = """
+import threading
+from billfish.backends.cpu import _cpu
+
+_cpu.set_threads(4)
+both = threading.Barrier(2)
+met = []
+
+def call():
+    for _ in range(50):
+        together = threading.Barrier(2)
+        both.wait(timeout=60)
+        _cpu.parallel_for(2, lambda first, last: together.wait(timeout=60))
+    met.append(True)
+
+callers = [threading.Thread(target=call) for _ in range(2)]
+for caller in callers:
+    caller.start()
+for caller in callers:
+    caller.join()
+assert met == [True, True]
+"""
+
+
+def test_helpers_work_for_two_callers_at_once():
+    run_python(FOR_BOTH)
+
+
+# Two threads are two callers, and the helper comes again when one is left. In /proc "S" is a thread that sleeps.
+NO_MORE_AT_WORK = """
+import os, threading, time
+from billfish.backends.cpu import _cpu
+
+def sleeps(thread):
+    with open(f"/proc/self/task/{thread}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[0] == "S"
+
+_cpu.set_threads(2)
+before = set(os.listdir("/proc/self/task"))
+_cpu.parallel_for(2, lambda first, last: None)
+(helper,) = set(os.listdir("/proc/self/task")) - before
+apart = threading.Barrier(3)  # and this thread
+together = threading.Barrier(2)
+at_work = set()
+
+def body(first, last):
+    at_work.add(threading.get_native_id())
+    if first == 0:
+        together.wait(timeout=60)
+    time.sleep(0.001)  # another thread that is awake has the time to draw a piece
+
+def call():
+    for loop in range(30):
+        if loop == 2:
+            apart.wait(timeout=60)
+            apart.wait(timeout=60)
+        _cpu.parallel_for(16, body)
+    apart.wait(timeout=60)
+
+callers = [threading.Thread(target=call, daemon=True) for _ in range(2)]
+for caller in callers:
+    caller.start()
+apart.wait(timeout=60)
+while not sleeps(helper):
+    time.sleep(0.001)
+at_work.clear()
+apart.wait(timeout=60)
+apart.wait(timeout=60)
+assert len(at_work) == 2 and int(helper) not in at_work, (helper, at_work)
+for _ in range(100):
+    _cpu.parallel_for(16, lambda first, last: None)
+together.reset()
+_cpu.parallel_for(2, lambda first, last: together.wait(timeout=60))
+"""
+
+
+@LINUX
+@pytest.mark.promise("threads", "two callers on two threads have one each")
+def test_no_more_threads_work_than_were_set():
+    run_python(NO_MORE_AT_WORK)
+
+
+# A helper has a piece in hand and does not go on, as if another process had its core.
+HELD_UP = """
+import threading, time
+from billfish.backends.cpu import _cpu
+
+PIECES = 32
+
+def sleeps(thread):
+    with open(f"/proc/self/task/{thread}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[0] == "S"
+
+_cpu.set_threads(2)
+caller = threading.get_native_id()
+held, go_on = threading.Event(), threading.Event()
+done = []
+
+def body(first, last):
+    if threading.get_native_id() == caller:
+        held.wait(timeout=60)
+    elif not held.is_set():
+        held.set()
+        go_on.wait(timeout=60)
+    done.append(first)
+
+def watch():
+    while len(done) < PIECES - 1:
+        time.sleep(0.001)
+    often = 0
+    while often < 20:  # in succession
+        often = often + 1 if sleeps(caller) else 0
+        time.sleep(0.001)
+    assert len(done) == PIECES - 1
+    go_on.set()
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+_cpu.parallel_for(PIECES, body)
+watcher.join()
+assert go_on.is_set() and sorted(done) == list(range(PIECES))
+"""
+
+
+@LINUX
+@pytest.mark.promise("threads", "a thread that lost its core costs the others no processor time")
+def test_the_caller_sleeps_while_a_helper_is_held_up():
+    run_python(HELD_UP)
+
+
+# Children of a process whose other threads are in loops: each has a helper of its own.
+FORKED = """
+import os, threading
+from billfish.backends.cpu import _cpu
+
+_cpu.set_threads(2)
+stop = threading.Event()
+
+def call():
+    while not stop.is_set():
+        _cpu.parallel_for(64, lambda first, last: None)
+
+callers = [threading.Thread(target=call) for _ in range(3)]
+for caller in callers:
+    caller.start()
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        together = threading.Barrier(2)
+        _cpu.parallel_for(2, lambda first, last: together.wait(timeout=60))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+stop.set()
+for caller in callers:
+    caller.join()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_child_has_helpers_while_its_parent_is_in_loops():
+    run_python(FORKED)
+
+
 # In a process of its own: there is no way back from torch's threads.
 WITH_TORCH = """
 import os, threading, time

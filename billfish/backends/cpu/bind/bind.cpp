@@ -331,6 +331,15 @@ nb::list strings(Contiguous<const uint8_t> bytes, Contiguous<const uint64_t> end
   return all;
 }
 
+// For tests of the threads: body(first, last) of Python's, which has Python when it is called.
+void call_in_parallel(int64_t count, const nb::callable& body, int64_t least) {
+  const Computing computing;
+  parallel_for(count, [&](int64_t first, int64_t last) {
+    const nb::gil_scoped_acquire python;
+    body(first, last);
+  }, std::max<int64_t>(least, 1));
+}
+
 // Arithmetic of NumPy, too, is to be known.
 struct PythonFloats {
   std::optional<KnownFloats> known;
@@ -369,6 +378,7 @@ NB_MODULE(_cpu, module) {
   module.def("default_threads", &default_threads, "OMP_NUM_THREADS, or the cores that this process may use.");
   module.def("threads", &threads);
   module.def("set_threads", &set_threads);
+  module.def("parallel_for", &call_in_parallel, nb::arg(), nb::arg(), nb::arg("least") = 1, "body(first, last) for [0, count), as kernels share loops.");
   module.def("share_threads_of", &share_threads_of, "Whether loops run on the OpenMP threads of this loaded library from now on.");
   bind_decoder(module);
   bind_experts(module);

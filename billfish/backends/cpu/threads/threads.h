@@ -1,4 +1,4 @@
-// A small pool of threads that share one loop at a time, or the threads of torch's OpenMP instead.
+// A small pool of threads that callers share, or the threads of torch's OpenMP instead: team.h.
 //
 // Idle threads wait a moment by spinning, because the next product of a model comes at once, and then sleep. Pieces of the
 // work are drawn by whoever is free; no result depends on who drew what, so they are the same for any number of threads.
@@ -9,7 +9,7 @@
 
 namespace billfish {
 
-// OMP_NUM_THREADS, else the cores this process may use: its affinity and its CPU quota. These are looked at when the module loads, in the
+// OMP_NUM_THREADS, else the cores this process may use: see cores.h. These are looked at when the module loads, in the
 // child after a fork, and by set_threads(0); a product does not ask the system for anything.
 int default_threads();
 
@@ -18,8 +18,8 @@ int threads();
 void set_threads(int count);
 
 // Calls body(first, last) on pieces that cover [0, count), on several threads; returns when all are done. `least` is how many make a piece that
-// takes longer than drawing it, unless there are more threads than pieces. A second
-// caller at the same time runs its whole loop alone instead of waiting. Of exceptions that leave the body, the first is thrown again here, when no
+// takes longer than drawing it, unless there are more threads than pieces. Callers at the
+// same time share the threads (with OpenMP, all but one run their loops alone). Of exceptions that leave the body, the first is thrown again here, when no
 // thread is in the body any more. The threads of the pool have a known floating-point mode; the caller, who works too, sees to its own (see float_mode.h).
 void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body, int64_t least = 4);
 
