@@ -109,7 +109,8 @@ def threads() -> dict[str, Any]:
     if "OMP_NUM_THREADS" in os.environ:
         why = "OMP_NUM_THREADS"
     elif used < allowed:
-        why = "the CPU quota of this process"
+        quota = 0 < _cpu.quota_cores("") <= used
+        why = "the CPU quota of this process" if quota else "hyperthreads of a core count once"
     else:
         why = "all cores" if used == cores else "the cores that this process may use"
     return {"used": used, "cores": cores, "allowed_cores": allowed, "why": why}

@@ -28,12 +28,13 @@ def provide(known_floats: Callable[[], AbstractContextManager[object]], threads:
 
 
 def available_cores() -> int:
-    """OMP_NUM_THREADS, or the cores that this process may use, by its affinity and its CPU quota."""
+    """OMP_NUM_THREADS, or the cores that this process may use, by its affinity and its CPU quota. Linux's hyperthreads
+    count once."""
     return _threads()
 
 
 def allowed_cores() -> int:
-    """The cores that this process may use, by its affinity alone."""
+    """The logical processors that this process may use, by its affinity alone."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

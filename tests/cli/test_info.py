@@ -80,21 +80,23 @@ def test_info_works_where_the_environment_does_not(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("variable", "used", "allowed", "why"),
+    ("variable", "used", "allowed", "quota", "why"),
     [
-        ("3", 3, 8, "OMP_NUM_THREADS"),
-        (None, 2, 8, "the CPU quota of this process"),
-        (None, 4, 4, "the cores that this process may use"),
-        (None, 8, 8, "all cores"),
+        ("3", 3, 8, 0, "OMP_NUM_THREADS"),
+        (None, 2, 8, 2, "the CPU quota of this process"),
+        (None, 4, 8, 0, "hyperthreads of a core count once"),
+        (None, 4, 8, 6, "hyperthreads of a core count once"),
+        (None, 4, 4, 0, "the cores that this process may use"),
+        (None, 8, 8, 0, "all cores"),
     ],
 )
-def test_why_so_many_threads(monkeypatch, variable, used, allowed, why):
+def test_why_so_many_threads(monkeypatch, variable, used, allowed, quota, why):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if variable:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)), raising=False)
-    monkeypatch.setattr(info, "_cpu", SimpleNamespace(threads=lambda: used))
+    monkeypatch.setattr(info, "_cpu", SimpleNamespace(threads=lambda: used, quota_cores=lambda _: quota))
     assert info.threads() == {"used": used, "cores": 8, "allowed_cores": allowed, "why": why}
 
 

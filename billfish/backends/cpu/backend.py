@@ -65,8 +65,9 @@ provide_kernels(NativeSearch(choose_level))
 def set_threads(count: int) -> None:
     """Set the number of CPU threads.
 
-    count: 0 is the default: OMP_NUM_THREADS, or the cores that this process may use by affinity and CPU quota. These
-    are looked at when billfish is imported, in the child after a fork, and by ``set_threads(0)``.
+    count: 0 is the default: OMP_NUM_THREADS, or the cores that this process may use by affinity and CPU quota, without
+    hyperthreads on Linux. These are looked at when billfish is imported, in the child after a fork, and by
+    ``set_threads(0)``.
 
     Raises DataError for a negative count or one above 1024.
 

@@ -542,6 +542,27 @@ def test_cpu_quota_of_cgroups(tmp_path: Path, name: str) -> None:
         assert _cpu.available_cores(str(tmp_path)) == 1
 
 
+@pytest.mark.parametrize(
+    ("siblings", "processors", "cores"),
+    [
+        ({0: "0,2\n", 1: "1,3\n", 2: "0,2\n", 3: "1,3\n"}, [0, 1, 2, 3], 2),
+        ({0: "0-1\n", 1: "0-1\n", 2: "2-3\n", 3: "2-3\n"}, [0, 1, 2, 3], 2),
+        ({0: "0-1\n", 1: "0-1\n", 2: "2-3\n", 3: "2-3\n"}, [1, 2, 3], 2),
+        ({0: "0-1\n", 1: "0-1\n"}, [1], 1),
+        ({0: "0\n", 1: "1\n"}, [0, 1], 2),
+        ({0: "0-7\n", 3: "0-7\n"}, [0, 3, 5], 2),  # 5 does not say
+        ({0: "\n", 1: "many\n"}, [0, 1], 2),
+        ({}, [4, 5, 6], 3),
+    ],
+)
+def test_hyperthreads_of_a_core_count_once(tmp_path: Path, siblings, processors, cores) -> None:
+    for processor, text in siblings.items():
+        file = tmp_path / f"sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    assert _cpu.physical_cores(processors, str(tmp_path)) == cores
+
+
 def test_rows_are_sliced_for_as_many_threads_as_kernels_have_by_default():
     before = _cpu.threads()
     try:

@@ -374,6 +374,7 @@ NB_MODULE(_cpu, module) {
   module.def("string_ends", &string_ends, nb::arg().noconvert(), nb::arg().noconvert(), "Where the strings of a list end, and how many are whole.");
   module.def("strings", &strings, nb::arg().noconvert(), nb::arg().noconvert(), "The strings of a list, given where they end.");
   module.def("quota_cores", &quota_cores, "The cores that CPU quotas of cgroups leave, 0 without; `root` stands before /proc and /sys.");
+  module.def("physical_cores", &physical_cores, "How many cores these logical processors are; `root` as above.");
   module.def("available_cores", &available_cores, "Those of the affinity, and not more than the quota; `root` as above.");
   module.def("default_threads", &default_threads, "OMP_NUM_THREADS, or the cores that this process may use.");
   module.def("threads", &threads);

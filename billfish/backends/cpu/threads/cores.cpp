@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -124,11 +125,27 @@ int quota_cores(const std::string& root) {
   return least < UNLIMITED ? std::max(1, int(std::ceil(std::min(least, 1e6)))) : 0;
 }
 
+int physical_cores(const std::vector<int>& processors, const std::string& root) {
+  std::set<int> first_threads;
+  for (const int processor : processors) {
+    const auto list = lines_of(root + "/sys/devices/system/cpu/cpu" + std::to_string(processor) + "/topology/thread_siblings_list");  // "0,64" or "0-1"
+    char* end = nullptr;
+    const long first = list.empty() ? 0 : std::strtol(list[0].c_str(), &end, 10);
+    first_threads.insert(end && end != list[0].c_str() ? int(first) : processor);
+  }
+  return int(first_threads.size());
+}
+
 int available_cores(const std::string& root) {
   int cores = std::max(1, int(std::thread::hardware_concurrency()));
 #if defined(__linux__)
   cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) cores = std::max(1, CPU_COUNT(&allowed));
+  if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) {
+    std::vector<int> processors;
+    for (int i = 0; i < CPU_SETSIZE; i++)
+      if (CPU_ISSET(i, &allowed)) processors.push_back(i);
+    cores = std::max(1, physical_cores(processors, root));
+  }
 #endif
   const int quota = quota_cores(root);
   return quota > 0 ? std::min(cores, quota) : cores;
