@@ -122,9 +122,13 @@ class CudaLayers:
                 block = replace(block, mixer=self._maker.mixer(layer))
             if max(inputs) >= 2:
                 block = replace(block, feed_forward=self._maker.feed_forward(layer))
-            if "torch" in sys.modules:  # what GPTQ took
-                sys.modules["torch"].cuda.empty_cache()
             self._take(layer, block)
+
+    @staticmethod
+    def take_back() -> None:
+        """Have the memory that torch keeps for GPTQ, which no buffer of ours can use otherwise."""
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
 
     def normalize(self, hidden: Floats) -> DeviceRows:
         """Hidden states [m, hidden] behind the last norm, up to `chunk` of them: there until the call after the
@@ -242,17 +246,20 @@ class CudaSums:
 
     def for_gptq(self) -> dict[str, Any]:
         """The mean of X^T X, and that of X^T Y or None, as torch tensors; they have the bits of InputStatistics'."""
+        from billfish.backends.cuda.device_gptq import memory_for_gptq  # here: it imports torch
+
         torch = sys.modules["torch"]
         with current(self._launcher.ordinal):
             synchronize(self._stream.pointer)
         found = {"hessian": self._sums.outer_buffer, "cross": self._sums.cross_buffer}
         shape = self._sums.k, self._sums.k
         # By a tensor: a number of Python's would be multiplied by its reciprocal.
-        count = torch.full((), self._count, dtype=torch.float32, device=f"cuda:{self._launcher.ordinal}")
-        return {
-            name: None if buffer is None else as_tensor(buffer).view(torch.float32).view(shape) / count
-            for name, buffer in found.items()
-        }
+        with memory_for_gptq(CALL, self._sums.k):
+            count = torch.full((), self._count, dtype=torch.float32, device=f"cuda:{self._launcher.ordinal}")
+            return {
+                name: None if buffer is None else as_tensor(buffer).view(torch.float32).view(shape) / count
+                for name, buffer in found.items()
+            }
 
     def finish(self, name: str) -> InputStatistics:
         """The statistics; raises for inputs that were not finite."""

@@ -167,13 +167,7 @@ def quantize_matrix(
     if cross is not None and hessian is None:
         raise FormatError(failure(call, "cross= is for method 'gptq', beside hessian=", "Leave it out."))
     if hessian is not None and _is_on_gpu(hessian):
-        from billfish.backends.cuda.device_gptq import quantize_gptq_there  # here: it imports torch
-
-        planes = quantize_gptq_there(call, format, w, group_size, hessian, weights, options, cross)
-        if not isinstance(w, DeviceArray):
-            planes = {
-                name: plane.numpy() if isinstance(plane, DeviceArray) else plane for name, plane in planes.items()
-            }
+        planes = _gptq_there(call, format, w, group_size, hessian, weights, options, cross)
     elif hessian is not None:
         w = w.numpy() if isinstance(w, DeviceArray) else w
         beside = None if cross is None else _statistics(call, "cross", cross, (k, k))
@@ -198,11 +192,37 @@ def gptq_device(device: str) -> str:
     return device if torch.cuda.is_available() else "cpu"
 
 
-def sent_for_gptq(matrix: NDArray[Any], device: str) -> Any:
+def sent_for_gptq(call: str, matrix: NDArray[Any], device: str) -> Any:
     """A matrix of sums as a torch tensor on a device: `quantize` runs GPTQ there."""
     import torch
 
-    return torch.from_numpy(np.require(matrix, requirements="W")).to(device)
+    from billfish.backends.cuda.device_gptq import memory_for_gptq  # here: it imports torch
+
+    with memory_for_gptq(call, matrix.shape[-1]):
+        return torch.from_numpy(np.require(matrix, requirements="W")).to(device)
+
+
+def _gptq_there(
+    call: str,
+    format: Format,
+    w: Any,
+    group_size: int,
+    hessian: Any,
+    importance: NDArray[Any] | None,
+    options: dict[str, str],
+    cross: Any,
+) -> Planes:
+    """The planes, on the GPU of the Hessian where `w` is on one."""
+    from billfish.backends.cuda.device_gptq import memory_for_gptq, quantize_gptq_there  # here: it imports torch
+
+    k = w.shape[1]
+    with memory_for_gptq(call, k):
+        known = _hessian(call, hessian, k).tensor
+        beside = None if cross is None else _statistics(call, "cross", cross, (k, k), there=True).tensor
+        planes = quantize_gptq_there(call, format, w, group_size, known, importance, options, beside)
+        if isinstance(w, DeviceArray):
+            return planes
+        return {name: plane.numpy() if isinstance(plane, DeviceArray) else plane for name, plane in planes.items()}
 
 
 def _is_on_gpu(array: Any) -> bool:
@@ -226,10 +246,11 @@ def _importance(call: str, given: Any, k: int) -> NDArray[Any]:
     return importance
 
 
-def _hessian(call: str, given: Any, k: int) -> NDArray[Any]:
-    hessian = _statistics(call, "hessian", given, (k, k))
+def _hessian(call: str, given: Any, k: int) -> Any:
+    """A NumPy array, or a DeviceArray of what is on a GPU."""
+    hessian = _statistics(call, "hessian", given, (k, k), there=_is_on_gpu(given))
     expected = "X^T X of the inputs X [tokens, K]"
-    diagonal = np.diagonal(hessian)
+    diagonal = hessian.tensor.diagonal().cpu().numpy() if isinstance(hessian, DeviceArray) else np.diagonal(hessian)
     if (diagonal < 0).any():
         at = int(np.argmax(diagonal < 0))
         raise DataError(bad_argument(call, f"hessian[{at}, {at}]", diagonal[at], f"0 or more, as in {expected}"))
@@ -241,20 +262,26 @@ def _hessian(call: str, given: Any, k: int) -> NDArray[Any]:
     return hessian
 
 
-def _statistics(call: str, argument: str, given: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Float32 or float64 of a shape, finite."""
+def _statistics(call: str, argument: str, given: Any, shape: tuple[int, ...], *, there: bool = False) -> Any:
+    """Float32 or float64 of a shape, finite: a NumPy array. there: as a DeviceArray, of what is on a GPU or not."""
     taken = Input(call, argument, given)
-    if taken.kind == "torch":
-        taken = taken.with_source(given.detach().cpu())
-    array = taken.numpy()
-    if array.dtype not in (np.float32, np.float64):
+    if taken.dtype_name not in ("float32", "float64"):
         raise DTypeError(bad_argument(call, f"dtype of {argument}", taken.dtype_name, "float32 or float64"))
+    if there and taken.kind == "torch":
+        array: Any = DeviceArray.of(taken)
+    else:
+        array = (taken.with_source(given.detach().cpu()) if taken.kind == "torch" else taken).numpy()
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if there and not isinstance(array, DeviceArray):
+        import torch
+
+        array = DeviceArray(torch.from_numpy(np.require(array, requirements="W")))
     if array.shape != shape:
         raise ShapeError(bad_argument(call, f"shape of {argument}", array.shape, f"{shape} for [N, {shape[0]}]"))
     finite = np.isfinite(array)
     if not finite.all():
         where = tuple(int(i) for i in np.argwhere(~finite)[0])
-        raise DataError(bad_argument(call, argument, f"{array[where]} at {list(where)}", "finite numbers"))
+        raise DataError(bad_argument(call, argument, f"{float(array[where])} at {list(where)}", "finite numbers"))
     return array
 
 

@@ -246,7 +246,10 @@ class Calibration:
             )
             unchanged = functools.partial(is_current, self.tensors.source.tensors.files, self.sources)
             file = output_file(out.name, parts, about)
-            write(CALL, out, Output([file], {}, False, {"run": self.run}, unchanged), overwrite=overwrite)
+            try:
+                write(CALL, out, Output([file], {}, False, {"run": self.run}, unchanged), overwrite=overwrite)
+            finally:
+                layers.close()
 
 
 class Layers:
@@ -279,6 +282,12 @@ class Layers:
         source, config = self._calibration.tensors.source, self._calibration.tensors.config
         ordinal = int(self._calibration.device.removeprefix("cuda:"))
         return CudaLayers(ModelTensors(source, config, self._converted), ordinal)
+
+    def close(self) -> None:
+        """Give the model's memory back, now: what comes next may need it. It holds this object, which holds it."""
+        for name in ("_decoder", "_gpu"):
+            self.__dict__.pop(name, None)
+        self._known, self._rounded = {}, {}
 
     def statistics(self, layer: int) -> list[InputStatistics]:
         """Of all inputs of a layer; behind the last layer, of the head's."""
@@ -354,6 +363,8 @@ class Layers:
         if changed:
             self._decoder.read_layer_again(layer, changed)
         self._known = {}
+        if self._gpu is not None:
+            self._gpu.take_back()
         return found
 
     def _for_gptq(self, found: InputStatistics, name: str, sums: Any) -> dict[str, Any]:
@@ -417,6 +428,8 @@ class Layers:
             return tensor
         format, group_size = formats[name]
         rounded = quantize(w, format, group_size=group_size, method="gptq", **known)
+        if self._gpu is not None:
+            self._gpu.take_back()
         if self._told is not None:
             self._told(name, rounded)
         self._rounded[name] = floats_of(rounded) if self._gpu is None else rounded

@@ -15,10 +15,11 @@ from llm_models import write_model as write_small
 
 import billfish as bf
 from billfish.backends.cuda import driver
+from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.checkpoints.write.selection import Quantization
 from billfish.cli.main import main
 from billfish.llm.cuda_layers import LayerSteps
-from billfish.quantizing import quantize_checkpoint
+from billfish.quantizing import calibrate_checkpoint, quantize_checkpoint
 from billfish.quantizing.calibrate_checkpoint import Calibration
 from billfish.statistics import Statistics
 
@@ -177,6 +178,49 @@ def test_an_interrupted_sequential_run_goes_on_to_the_same_bytes(gpu, tmp_path, 
     bf.quantize_checkpoint(model, cut, "q4_0", **settings)
     assert whole.read_bytes() == cut.read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"model.gguf", "whole.gguf", "cut.gguf", "text.txt"}
+
+
+def test_nothing_of_the_model_stays_on_the_gpu(gpu, tmp_path, text):
+    """Though nobody looks for garbage: what is quantized next needs the memory."""
+    if gpu is None:
+        pytest.skip("a real GPU is not asked what is left")
+    write_small(tmp_path / "model.gguf", Small(quantization="F32"))
+    how = Quantization(bf.get_format("q8_0"), None, "gptq")
+    sequential = Calibration.of(tmp_path / "model.gguf", text, True, 150, 40, "cuda").sequential(how, False)
+    gc.collect()
+    gc.disable()
+    try:
+        sequential.write(tmp_path / "known.safetensors", False)
+        assert not gpu.live
+    finally:
+        gc.enable()
+
+
+def test_torch_gives_back_what_gptq_took_before_weights_are_packed(gpu, tmp_path, text, monkeypatch):
+    """Its cache is no memory for our buffers."""
+    torch = pytest.importorskip("torch")
+    write_small(tmp_path / "model.gguf", Small(layers=1, quantization="F32"))
+    what, quantize, pack = list[str](), calibrate_checkpoint.quantize, DeviceWeights.pack
+
+    def quantized(*given, **known):
+        what.append("quantize")
+        return quantize(*given, **known)
+
+    def packed(*given):
+        what.append("pack")
+        return pack(*given)
+
+    monkeypatch.setattr(calibrate_checkpoint, "quantize", quantized)
+    monkeypatch.setattr(DeviceWeights, "pack", packed)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: what.append("empty"))
+    how = Quantization(bf.get_format("q8_0"), None, "gptq")
+    sequential = Calibration.of(tmp_path / "model.gguf", text, True, 150, 40, "cuda").sequential(how, False)
+    sequential.write(tmp_path / "known.safetensors", False)
+    assert what.count("quantize") == 7
+    assert "pack" in what
+    following = [next(b for b in what[i + 1 :] if b != "quantize") for i, a in enumerate(what) if a == "quantize"]
+    assert set(following) == {"empty"}
+    assert what[-1] == "empty"  # what the last Hessian took
 
 
 def test_gptq_without_torch_on_the_gpu_says_so(gpu, tmp_path, text, monkeypatch, caplog):

@@ -6,6 +6,9 @@ columns owe to those of other patches is a product of matrices. Columns are rows
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from billfish.backends.cuda.driver import KernelLaunch
+from billfish.backends.cuda.driver import KernelLaunch, OutOfMemory
 from billfish.backends.cuda.memory import room_for
 from billfish.core.device_array import DeviceArray, torch_type
-from billfish.core.errors import BackendUnavailable, DataError, ShapeError, bad_argument, failure
+from billfish.core.errors import BackendUnavailable, DataError, bad_argument, failure
 from billfish.core.format import Format, Planes
 from billfish.core.gptq_solver import DAMPING, DOUBT, STEP, SWEEPS, has_plain_scales
 
+# What torch's errors say, and those of cuBLAS and cuSOLVER.
+OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED")
 PATCH, THREADS = 64, 128  # of round_columns.cu: columns, at most, and rows of a CTA
 
 
@@ -42,27 +47,26 @@ def quantize_gptq_there(
     options: dict[str, str],
     cross: Any = None,
 ) -> Planes:
-    """As `quantize_gptq`, to planes on the device of `hessian`. w: a NumPy array, or a DeviceArray."""
+    """As `quantize_gptq`, to planes on the device of `hessian`, which is checked. w: a NumPy array, or a DeviceArray.
+    cross: a tensor of any device."""
+    with torch.no_grad():
+        weights = w.tensor if isinstance(w, DeviceArray) else torch.from_numpy(np.array(w, np.float32))
+        weights = weights.to(hessian.device, torch.float32)
+        cross = None if cross is None else cross.to(hessian.device)
+        return _quantize(call, format, weights, group_size, hessian, importance, options, cross)
+
+
+@contextmanager
+def memory_for_gptq(call: str, k: int) -> Iterator[None]:
+    """Says what to do where a GPU has no memory for Hessians [k, k]: torch's error, one of its libraries', or ours."""
     try:
-        with torch.no_grad():
-            weights = w.tensor if isinstance(w, DeviceArray) else torch.from_numpy(np.array(w, np.float32))
-            weights = weights.to(hessian.device, torch.float32)
-            cross = None if cross is None else torch.as_tensor(cross).to(hessian.device)
-            for name, matrix in (("hessian", hessian), ("cross", cross)):
-                if matrix is not None:
-                    _check(call, name, matrix, weights.shape[1])
-            return _quantize(call, format, weights, group_size, hessian, importance, options, cross)
-    except torch.cuda.OutOfMemoryError:
-        k = weights.shape[1]
-        problem = f"the GPU has no memory for GPTQ of {list(weights.shape)}: about {6 * 8 * k * k / 1e9:.1f} GB"
-        raise BackendUnavailable(failure(call, problem, "Use device cpu.")) from None
-
-
-def _check(call: str, argument: str, matrix: Tensor, k: int) -> None:
-    if matrix.shape != (k, k):
-        raise ShapeError(bad_argument(call, f"shape of {argument}", tuple(matrix.shape), f"({k}, {k}) for [N, {k}]"))
-    if not bool(torch.isfinite(matrix).all()):
-        raise DataError(bad_argument(call, argument, "not finite", "finite numbers"))
+        yield
+    except (RuntimeError, OutOfMemory) as error:
+        short = isinstance(error, OutOfMemory) or OUT_OF_MEMORY.search(str(error))
+        if not short or isinstance(error, BackendUnavailable):
+            raise
+        problem = f"the GPU has no memory for GPTQ of weights [N, {k}]: it takes about {6 * 8 * k * k / 1e9:.1f} GB"
+        raise BackendUnavailable(failure(call, problem, "Use device cpu, or a GPU that nobody else uses.")) from None
 
 
 def _quantize(

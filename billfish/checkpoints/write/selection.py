@@ -104,7 +104,9 @@ class Quantization:
         method, known = self.statistics.settings("quantize", name, shape, self.method, expert, self.columns.get(name))
         if self.gptq_device != "cpu":
             there: dict[str, Any] = {
-                what: sent_for_gptq(known[what], self.gptq_device) for what in ("hessian", "cross") if what in known
+                what: sent_for_gptq("quantize", known[what], self.gptq_device)
+                for what in ("hessian", "cross")
+                if what in known
             }
             known = {**known, **there}
         return method, known

@@ -11,10 +11,11 @@ from cuda_fibers import FiberLauncher
 
 import billfish as bf
 from billfish.backends.cuda.device_gptq import PATCH, THREADS, Columns, quantize_gptq_there
-from billfish.backends.cuda.driver import signature
+from billfish.backends.cuda.driver import OutOfMemory, signature
 from billfish.core.device_array import DeviceArray
 from billfish.core.format import Format
 from billfish.core.gptq_solver import quantize_gptq
+from billfish.ops import quantization
 
 FORMATS = ["q4_0", "q4_1", "u4b8", "u4", "fp4", "nvfp4", "mxfp4", "iq4_nl", "q8_0", "q4_k", "q6_k", "nf4"]
 
@@ -31,7 +32,8 @@ def both(format: Format, w: np.ndarray, size: int, hessian: np.ndarray, cross: n
     """Planes of NumPy's solver, and of torch's."""
     options = format.check_options("quantize", {})
     ours = quantize_gptq("quantize", format, w, size, hessian, None, options, cross)
-    there = quantize_gptq_there("quantize", format, w, size, torch.from_numpy(hessian), None, options, cross)
+    beside = None if cross is None else torch.from_numpy(cross)
+    there = quantize_gptq_there("quantize", format, w, size, torch.from_numpy(hessian), None, options, beside)
     return [ours, {name: p.numpy() if isinstance(p, DeviceArray) else p for name, p in there.items()}]
 
 
@@ -57,14 +59,86 @@ def test_a_group_of_all_columns_and_a_last_patch_that_is_not_whole():
     assert (ours["codes"] == theirs["codes"]).mean() > 0.98
 
 
-def test_what_is_no_hessian():
-    format, w = bf.get_format("q4_0"), gaussian((4, 64))
-    with pytest.raises(bf.DataError, match="positive"):
-        quantize_gptq_there("quantize", format, w, 32, torch.eye(64) - 2, None, {})
-    with pytest.raises(bf.DataError, match=r"hessian.*finite"):
-        quantize_gptq_there("quantize", format, w, 32, torch.full((64, 64), torch.nan), None, {})
-    with pytest.raises(bf.ShapeError, match="cross"):
-        quantize_gptq_there("quantize", format, w, 32, torch.eye(64), None, {}, torch.eye(32))
+@pytest.fixture
+def there(monkeypatch):
+    """Tensors of the CPU are taken for those of a GPU."""
+    monkeypatch.setattr(quantization, "_is_on_gpu", lambda array: isinstance(array, torch.Tensor))
+
+
+CHANGED = {
+    "not positive": torch.full((64, 64), 5.0).fill_diagonal_(1),
+    "below 0": torch.eye(64) - 2 * torch.diag(torch.arange(64) == 3).float(),
+    "not symmetric": torch.eye(64) + torch.triu(torch.full((64, 64), 0.1), 1),
+    "not finite": torch.full((64, 64), torch.nan),
+    "of 16 bits": torch.eye(64, dtype=torch.float16),
+    "of integers": torch.eye(64, dtype=torch.int64),
+    "of another size": torch.eye(32),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("argument", ["hessian", "cross"])
+def test_what_is_no_hessian_is_refused_as_on_the_cpu(there, argument, name):
+    """In the same words."""
+    if argument == "cross" and name in ("not positive", "below 0", "not symmetric"):
+        pytest.skip("X^T Y may be so")
+    w, known, told = gaussian((4, 64)), {"hessian": torch.eye(64), argument: CHANGED[name]}, list[str]()
+    for given in (known, {name: tensor.numpy() for name, tensor in known.items()}):
+        with pytest.raises(bf.BillfishError, match=argument) as error:
+            bf.quantize(w, "q4_0", method="gptq", **given)
+        told.append(f"{type(error.value).__name__}: {error.value}")
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_a_hessian_there_is_one_here(there, cross):
+    w, (y, x) = gaussian((20, 128)), inputs(300, 128)
+    known = {"hessian": (x.T @ x).astype(np.float32)} | ({"cross": (x.T @ y).astype(np.float32)} if cross else {})
+    ours = bf.quantize(w, "q4_0", method="gptq", **known)
+    sent = bf.quantize(w, "q4_0", method="gptq", **{name: torch.from_numpy(a) for name, a in known.items()})
+    mixed = bf.quantize(w, "q4_0", method="gptq", **{**known, "hessian": torch.from_numpy(known["hessian"])})
+    assert (bf.dequantize(ours) == bf.dequantize(sent)).mean() > 0.98
+    assert np.array_equal(bf.dequantize(sent), bf.dequantize(mixed))
+
+
+ERRORS = {
+    "torch's": torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+    "cuBLAS's": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "ours": OutOfMemory("cuda: allocating 5 bytes failed: CUDA_ERROR_OUT_OF_MEMORY."),
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("where", ["upload", "check", "work"])
+def test_a_gpu_without_memory(there, monkeypatch, kind, where):
+    """Whoever finds out, and when."""
+
+    def fail(*_, **__):
+        raise ERRORS[kind]
+
+    name = {"upload": "to", "check": "isfinite", "work": "argsort"}[where]
+    monkeypatch.setattr(torch.Tensor if where == "upload" else torch, name, fail)
+    with pytest.raises(bf.BackendUnavailable, match=r"no memory for GPTQ.*64.*device cpu"):
+        bf.quantize(gaussian((4, 64)), "q4_0", method="gptq", hessian=torch.eye(64))
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_sums_that_do_not_fit_on_the_gpu(monkeypatch, kind):
+    def fail(*_, **__):
+        raise ERRORS[kind]
+
+    monkeypatch.setattr(torch.Tensor, "to", fail)
+    with pytest.raises(bf.BackendUnavailable, match=r"^quantize: .*no memory for GPTQ"):
+        quantization.sent_for_gptq("quantize", np.eye(64, dtype=np.float32), "cuda:0")
+
+
+def test_other_errors_are_told_as_they_are(there, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch, "argsort", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        bf.quantize(gaussian((4, 64)), "q4_0", method="gptq", hessian=torch.eye(64))
 
 
 @pytest.mark.parametrize("name", ["q4_0", "u4", "q4_1", "iq4_nl", "q8_0"])
