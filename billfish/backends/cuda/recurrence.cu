@@ -49,8 +49,9 @@ marlin_recurrence(const float* kq, const float* overlaps, const float* v, const 
 #pragma unroll
     for (int i = 0; i < EACH; i++) *(float4*)(to + i * 128) = s[i];
   };
-  if (FEW) load_state();  // the step before wrote it, and that has ended
   const int2 range = FEW ? make_int2(0, ((const int*)chunks)[text]) : ranges[text];
+  if (FEW && range.y == 0) return wait_for_previous();  // a drafted row: the CTA of its sequence takes it
+  if (FEW) load_state();  // the step before wrote it, and that has ended
   wait_for_previous();
   if (range.y == 0) return;
   if (!FEW) load_state();
