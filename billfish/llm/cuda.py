@@ -57,10 +57,10 @@ class CudaPending(PendingStep):
         samplers: Sequence[Sampler],
         drafts: Sequence[Sequence[int]] = (),
     ) -> None:
-        """drafts: what was fed behind the token of each sampler's sequence; none of any, or of each."""
+        """drafts: none of any, or of each sampler."""
         self._decoder: CudaDecoder | None = decoder
         self._lock = decoder.lock  # the next step of another thread may be what samples late rows
-        self._drafts = drafts or [()] * len(samplers)
+        self.drafts = drafts or [()] * len(samplers)
         self._caches, self._samplers = [weakref.ref(cache) for cache in caches], samplers
         self._lengths = [len(cache.tokens) for cache in caches]
         self.results: list[Result] = []
@@ -76,7 +76,7 @@ class CudaPending(PendingStep):
 
     def on_device(self, cache: CudaCache) -> bool:
         """Whether a cache has one token chosen, so that the device has it."""
-        return not self._drafts[self._number(cache)]
+        return not self.drafts[self._number(cache)]
 
     def token_of(self, cache: CudaCache) -> int:
         return self.tokens()[self._number(cache)]
@@ -119,12 +119,12 @@ class CudaPending(PendingStep):
                 try:
                     if self._error is not None:
                         raise self._error
-                    chosen = decoder.read(self.results, self._samplers, self._drafts)
+                    chosen = decoder.read(self.results, self._samplers, self.drafts)
                 except BaseException:
                     self.undo()
                     raise
                 self._choices, self.results, self._decoder = chosen, [], None
-                for cache, length, draft, own in zip(self._caches, self._lengths, self._drafts, chosen, strict=False):
+                for cache, length, draft, own in zip(self._caches, self._lengths, self.drafts, chosen, strict=False):
                     if draft and (found := cache()) is not None:
                         del found.tokens[length + len(own) :]
                         if found.states is not None:
@@ -308,11 +308,16 @@ class CudaDecoder(Decoder):
         drafts: Sequence[Sequence[int]] = (),
     ) -> PendingStep:
         with self._working(with_drafts(passages, drafts), len(passages) + sum(map(len, drafts))):
-            having_room = [
-                draft if cast("CudaCache", cache).reserve_rows(len(draft)) else []
-                for (cache, _), draft in zip(passages, drafts, strict=False)
-            ]
-            return self._submit(passages, samplers, activations, having_room)
+            try:
+                having_room = [
+                    draft if cast("CudaCache", cache).reserve_rows(len(draft)) else []
+                    for (cache, _), draft in zip(passages, drafts, strict=False)
+                ]
+                return self._submit(passages, samplers, activations, having_room)
+            except BaseException:
+                for cache, _ in passages:
+                    cast("CudaCache", cache).reserve_rows(0)
+                raise
 
     def verify(
         self,
@@ -404,6 +409,8 @@ class CudaDecoder(Decoder):
                     problem = f"tokens and cache hold {positions} tokens; the model's context is {context}"
                     raise ModelError(failure("llm.run", problem))
                 assert isinstance(cache, CudaCache)
+                if tokens != [PENDING]:
+                    cache.reserve_rows(0)  # of a step that nobody asked for its tokens
                 cache.check_state()
                 cache.reserve(positions)
             yield

@@ -20,7 +20,10 @@ PENDING = -1  # a token that a pending step is choosing
 
 
 class PendingStep(ABC):
-    """A step that was submitted."""
+    """A step that was submitted. drafts: what was fed behind the token of each sampler's sequence, which is nothing
+    where there was no memory for a draft."""
+
+    drafts: Sequence[Sequence[int]]
 
     @abstractmethod
     def choices(self) -> list[list[Choice]]:
@@ -37,8 +40,8 @@ class PendingStep(ABC):
 
 
 class FinishedStep(PendingStep):
-    def __init__(self, choices: list[list[Choice]]) -> None:
-        self._choices = choices
+    def __init__(self, choices: list[list[Choice]], drafts: Sequence[Sequence[int]] = ()) -> None:
+        self._choices, self.drafts = choices, drafts or [()] * len(choices)
 
     def choices(self) -> list[list[Choice]]:
         return self._choices
@@ -197,7 +200,7 @@ class Decoder(ABC):
         PENDING in its place until that step's tokens are asked for.
         """
         if any(drafts):
-            return FinishedStep(self.verify(passages, samplers, drafts, activations))
+            return FinishedStep(self.verify(passages, samplers, drafts, activations), drafts)
         chosen = self.choose(passages, samplers, activations)
         return FinishedStep([[s.choice(token)] for token, s in zip(chosen, samplers, strict=True)])
 

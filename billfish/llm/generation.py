@@ -177,7 +177,7 @@ class Generation(Iterator[str]):
             token, there = self._decoder.go_on(self._cache, self._sequence, self._sampler, self._activations)
             chosen = [self._sampler.choice(token)]
         else:
-            chosen = self._verify(drafted)
+            chosen, drafted = self._verify(drafted)
         seconds = time.perf_counter() - started
         if is_first:
             self.prompt_seconds, self.reused_tokens = seconds, there
@@ -203,17 +203,18 @@ class Generation(Iterator[str]):
         most = min(self._most - len(self.tokens) - 1, self._controller.length(kind))
         return kind, self._drafter.draft(self._sequence, most) if most > 0 else []
 
-    def _verify(self, drafted: list[int]) -> list[Choice]:
-        """Compute drafted tokens in one pass: those that the sampler chooses, and one more."""
+    def _verify(self, drafted: list[int]) -> tuple[list[Choice], Sequence[int]]:
+        """Compute drafted tokens in one pass: those that the sampler chooses, and one more. Also which were tried."""
         cache = self._cache
         with cache.lock:
             there = cache.rollback(shared_length(cache.tokens, self._sequence[:-1]))
             if there < len(self._sequence) - 1:  # another answer took the cache
                 token, _ = self._decoder.go_on(cache, self._sequence, self._sampler, self._activations)
-                return [self._sampler.choice(token)]
+                return [self._sampler.choice(token)], []
             passage = cache, self._sequence[-1:]
-            [chosen] = self._decoder.verify([passage], [self._sampler], [drafted], self._activations)
-            return chosen
+            step = self._decoder.submit([passage], [self._sampler], self._activations, [drafted])
+            [chosen], [tried] = step.choices(), step.drafts
+            return chosen, tried
 
     def _take(self, choice: Choice) -> None:
         """The next token of the answer."""

@@ -243,7 +243,55 @@ def test_without_memory_nothing_is_drafted(model_of_qwen35, monkeypatch):
     model.decoder._pool.states.most_checkpoints = 0
     drafted = model.generate(TEXT[:20], max_tokens=8, draft="ngram")
     assert drafted.tokens == plain
-    assert drafted.drafts.accepted == 0
+    assert drafted.drafts.drafted == 0
+    with Engine(model, streams=1, context=128, draft="ngram") as engine:
+        engine.submit(Request(TEXT[:20], 8), lambda chosen: None)
+        engine.close()
+        assert (engine.counts().drafts, engine.counts().drafted_tokens) == (0, 0)
+
+
+def test_a_drafted_step_that_fails_keeps_no_memory(model_of_qwen35, monkeypatch):
+    model, samplers = model_of_qwen35, [Sampling().sampler()]
+    cache, pool = model.cache(), model.decoder._pool.states
+    token, _ = model.decoder.go_on(cache, TEXT[:20], samplers[0], None)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    for where in ("_pieces", "_known"):
+        with monkeypatch.context() as patched:
+            patched.setattr(model.decoder, where, fail)
+            with pytest.raises(KeyboardInterrupt):
+                model.decoder.verify([(cache, [token])], samplers, [[5, 6, 7]], None)
+        assert pool.drafted == 0
+    with monkeypatch.context() as patched:
+        taken = pool.take
+
+        def take():
+            if pool.drafted == 2:
+                raise KeyboardInterrupt
+            return taken()
+
+        patched.setattr(pool, "take", take)
+        with pytest.raises(KeyboardInterrupt):
+            model.decoder.verify([(cache, [token])], samplers, [[5, 6, 7]], None)
+    assert pool.drafted == 0
+    fresh = next_token(model, [*TEXT[:20], token])
+    assert model.decoder.choose([(cache, [token])], samplers, None) == [fresh]
+
+
+def test_a_sequence_begins_again_behind_drafts_that_nobody_asked_for(model_of_qwen35):
+    model, samplers = model_of_qwen35, [Sampling().sampler()]
+    cache = model.cache()
+    token, _ = model.decoder.go_on(cache, TEXT[:20], samplers[0], None)
+    model.decoder.submit([(cache, [token])], samplers, None, [[5, 6, 7]])
+    cache.rollback(0)
+    text = TEXT[:30]
+    for _ in range(3):
+        expected = next_token(model, text)
+        assert model.decoder.go_on(cache, text, samplers[0], None)[0] == expected
+        text = [*text, expected]
+    assert model.decoder._pool.states.drafted == 0
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

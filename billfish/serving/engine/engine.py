@@ -44,8 +44,8 @@ FULL = "The KV cache has no room for this request. Shorten it, or start the serv
 
 
 class Submitted(NamedTuple):
-    """A step, and whose tokens it chooses. drafts: what was drafted for some of these. decoding_rows: of a step that
-    reads no prompt, else 0. started: when it was planned."""
+    """A step, and whose tokens it chooses. drafts: what was fed of drafts for some of these. decoding_rows: of a step
+    that reads no prompt, else 0. started: when it was planned."""
 
     step: PendingStep
     answers: list[Answer]
@@ -430,9 +430,10 @@ class Engine:
                 job.was_fed()
             for job in going_on:
                 job.pending = pending
-            rows = sum(len(tokens) for _, tokens in passages) + sum(map(len, drafted))
+            tried = {job: list(draft) for job, draft in zip(going_on, pending.drafts, strict=True) if draft}
+            rows = sum(len(tokens) for _, tokens in passages) + sum(map(len, tried.values()))
             only_decodes = all(part == 1 for part in parts.values())
-            return Submitted(pending, going_on, drafts, rows if only_decodes else 0, started)
+            return Submitted(pending, going_on, tried, rows if only_decodes else 0, started)
         return None
 
     def _take_tokens(self, submitted: Submitted | None) -> None:
