@@ -206,11 +206,27 @@ def _check(place: str, given: object, kinds: type | tuple[type, ...], expected: 
 def _choice(given: str | Mapping[str, Any]) -> ToolChoice:
     if given in ("auto", "none", "required"):
         return ToolChoice(cast(Mode, given))
-    function = given.get("function") if isinstance(given, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        expected = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}"
-        raise DataError(bad_argument(CALL, "tool_choice", repr(given), expected))
-    return ToolChoice("required", function["name"])
+    if isinstance(given, Mapping) and given.get("type") == "allowed_tools":
+        allowed = given.get("allowed_tools")
+        tools = allowed.get("tools") if isinstance(allowed, Mapping) else None
+        if isinstance(tools, (list, tuple)) and all(map(_name_in, tools)):
+            mode = allowed.get("mode", "auto")  # type: ignore[union-attr]
+            if mode in ("auto", "required"):
+                return ToolChoice(cast(Mode, mode), allowed=tuple(map(_name_in, tools)))
+    elif name := _name_in(given):
+        return ToolChoice("required", name)
+    expected = (
+        "'auto', 'none', 'required', {'type': 'function', 'function': {'name': ...}} or "
+        "{'type': 'allowed_tools', 'allowed_tools': {'mode': 'auto' or 'required', 'tools': [...]}}"
+    )
+    raise DataError(bad_argument(CALL, "tool_choice", repr(given), expected))
+
+
+def _name_in(tool: object) -> str:
+    """The name of the function that is pointed to, or ""."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else ""
 
 
 def _schema(given: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], str] | None:

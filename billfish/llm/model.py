@@ -330,7 +330,9 @@ class Model(TextModel):
         assistant, and results of the role "tool". `answer.message` is the next one.
         tools: functions that may be called, as OpenAI describes them: {"type": "function", "function": {"name": ...,
         "description": ..., "parameters": JSON schema}}. "strict": True holds arguments to the schema by a grammar.
-        tool_choice: "auto", "none", "required", or {"type": "function", "function": {"name": ...}}.
+        tool_choice: "auto", "none", "required", {"type": "function", "function": {"name": ...}}, or
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}: only these may be called, or with
+        "required" must.
         parallel_tool_calls: whether an answer may have several calls.
         response_format, chat_template_kwargs: as in :meth:`generate`.
         reasoning_effort: "none", "minimal", "low", "medium", "high" or "xhigh", for templates that know it; None is
@@ -509,7 +511,7 @@ class Model(TextModel):
             sampling,
             checked,
             cache,
-            stop=_strings("stop", stop),
+            stop=_strings("stop", stop or None),
             logprobs=(0 if logprobs else None) if isinstance(logprobs, bool) else logprobs,
             grammar=grammar,
             shown=() if prepared is None else prepared.shown,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from llm_models import Small, write_model
@@ -38,6 +39,11 @@ PAST = [
 ]
 
 
+def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "tools.gguf"
@@ -55,6 +61,9 @@ def server(tmp_path_factory):
         {"messages": [USER], "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
         {"messages": PAST, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "auto"}}},
         {"messages": [USER], "tools": TOOLS, "tool_choice": "none"},
+        {"messages": [USER], "tools": TOOLS, "tool_choice": allowed("turn")},
+        {"messages": [USER], "tools": TOOLS, "tool_choice": allowed("auto", mode="required")},
+        {"messages": [USER], "stop": ""},
         {"messages": [USER], "response_format": SCHEMA},
         {"messages": [USER], "stop": ["e", "a"], "seed": 3, "temperature": 0.9},
         {"messages": [USER], "reasoning_effort": "none", "chat_template_kwargs": {"further": 1}},
@@ -85,6 +94,11 @@ def test_the_answer_is_the_servers(server, asked):
 
 
 def test_calls_are_those_that_were_asked_for(server):
+    for some in (["auto"], ["turn"], [tool["function"]["name"] for tool in TOOLS]):
+        how = {"tool_choice": allowed(*some, mode="required"), "max_tokens": 60, "parallel_tool_calls": False}
+        [call] = server.model.chat([USER], tools=TOOLS, **how).tool_calls
+        assert call["function"]["name"] in some
+    assert server.model.chat([USER], tools=TOOLS, tool_choice=allowed(), max_tokens=4).tool_calls == []
     choice = {"type": "function", "function": {"name": "auto"}}
     answer = server.model.chat([USER], tools=TOOLS, tool_choice=choice, max_tokens=60)
     [call] = answer.tool_calls
@@ -155,6 +169,10 @@ def test_a_cache_and_log_probabilities_go_on(server):
         ({"messages": [USER], "tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
         ({"messages": [USER], "tool_choice": "required"}, "tool_choice"),
         ({"messages": [USER], "tools": TOOLS, "tool_choice": {"function": {"name": "other"}}}, "other"),
+        ({"messages": [USER], "tools": TOOLS, "tool_choice": allowed("turn", "other")}, "other"),
+        ({"messages": [USER], "tools": TOOLS, "tool_choice": allowed(mode="required")}, "tool_choice"),
+        ({"messages": [USER], "tools": TOOLS, "tool_choice": allowed("turn", mode="none")}, "allowed_tools"),
+        ({"messages": [USER], "tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "allowed_tools"),
         ({"messages": [USER], "response_format": {"type": "xml"}}, "response_format"),
         ({"messages": [USER], "reasoning_effort": "much"}, "reasoning_effort"),
         ({"messages": [USER], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),

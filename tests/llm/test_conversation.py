@@ -167,6 +167,21 @@ def test_calls_are_read_as_the_template_writes_them(derived, name):
     assert len(one.calls) == 1
 
 
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_call_that_is_cut_behind_another_is_no_text(derived, name):
+    """By max_tokens, at any place."""
+    template, syntax = derived[name]
+    if syntax.calls.separator is None:
+        pytest.skip("an answer of this model has one call")
+    _, text = written(template, syntax, 2)
+    counts = list[int]()
+    for end in range(1, len(text)):
+        message = read(syntax, text[:end], 3)
+        counts.append(len(message.calls))
+        assert not message.calls or message.text == "", text[:end]
+    assert {0, 1, 2} == {*counts}
+
+
 @pytest.mark.parametrize("name", [name for name, expected in EXPECTED.items() if expected[2]])
 def test_thoughts_are_apart_from_text(derived, name):
     _, syntax = derived[name]
@@ -327,6 +342,7 @@ def test_what_an_answer_may_be(derived, smollm2):
         (Wanted(strict, "auto"), ["text", call, f"text {call}"], [wrong, f"text {wrong}"]),
         (Wanted(strict, "auto", schema=schema), ['{"a": 1}', call], ["text", '{"a": "x"}']),
         (Wanted(schema=schema), ['{"a": 1}'], [call, "text"]),
+        (Wanted([Function("weather", PARAMETERS)], "auto", held=True), ["text", call], [call.replace("weath", "oth")]),
     ):
         grammar = answer_grammar(PLAIN, wanted, {}, thinking=False)
         assert [text for text in right if not accepted(smollm2, grammar, text)] == []

@@ -37,17 +37,19 @@ class Function:
 @dataclass(frozen=True)
 class Wanted:
     """What an answer must be. calls: of these functions. mode: whether it must be a call ("required"), or may be.
-    schema: of the answer that is no call; None for text."""
+    schema: of the answer that is no call; None for text. held: whether the model is told of further functions, which it
+    must not call."""
 
     functions: Sequence[Function] = ()
     mode: Mode = "none"
     parallel: bool = True
     schema: Mapping[str, Any] | None = None
+    held: bool = False
 
     @property
     def is_free(self) -> bool:
         """Whether any text will do."""
-        strict = any(function.strict for function in self.functions)
+        strict = self.held or any(function.strict for function in self.functions)
         return self.schema is None and (self.mode == "none" or (self.mode == "auto" and not strict))
 
 

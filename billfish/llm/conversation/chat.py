@@ -54,10 +54,15 @@ def cannot_be_used(field: str, error: DataError) -> FieldError:
 @dataclass(frozen=True)
 class ToolChoice:
     """mode: whether a function may, must or must not be called. name: the one that must; a name is no mode, so that a
-    function may be called "auto"."""
+    function may be called "auto". allowed: the only ones that may, of all that the model is told of; None: any."""
 
     mode: Mode = "auto"
     name: str | None = None
+    allowed: tuple[str, ...] | None = None
+
+    def allows(self, name: str) -> bool:
+        """Whether a function may be called."""
+        return self.mode != "none" and self.name in (None, name) and (self.allowed is None or name in self.allowed)
 
 
 @dataclass(frozen=True)
@@ -99,9 +104,7 @@ class Conversation:
     @property
     def callable(self) -> list[Function]:
         """The functions that the answer may call."""
-        if self.choice.mode == "none":
-            return []
-        return [each for each in self.functions if self.choice.name in (None, each.name)]
+        return [each for each in self.functions if self.choice.allows(each.name)]
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,8 @@ def _grammar(
         except DataError as error:
             raise cannot_be_used(place, error) from None
     try:
-        wanted = Wanted(functions, mode, asked.parallel and asked.choice.name is None, schema)
+        held = len(functions) < len(asked.functions)
+        wanted = Wanted(functions, mode, asked.parallel and asked.choice.name is None, schema, held)
         thought = {"thinking": opens_thought(syntax, prompt), "has_thought": has_thought(syntax, prompt)}
         made = answer_grammar(syntax, wanted, texts.control_tokens, **thought)
     except DataError as error:
@@ -228,10 +232,11 @@ def _check_choice(asked: Conversation) -> None:
     names = [function.name for function in asked.functions]
     if len(set(names)) < len(names):
         raise FieldError(asked.tools_place, "Two tools have the same name. Give each function its own name.")
-    if asked.choice.name is not None and asked.choice.name not in names:
-        accepted = f"one of {', '.join(names)}" if names else "a name of a function in tools"
-        raise wrong("tool_choice", json.dumps(asked.choice.name), accepted)
-    if asked.choice.mode == "required" and not names:
+    for name in (*([] if asked.choice.name is None else [asked.choice.name]), *(asked.choice.allowed or ())):
+        if name not in names:
+            accepted = f"one of {', '.join(names)}" if names else "a name of a function in tools"
+            raise wrong("tool_choice", json.dumps(name), accepted)
+    if asked.choice.mode == "required" and not asked.callable:
         raise FieldError("tool_choice", "tool_choice needs tools.")
 
 

@@ -13,6 +13,7 @@ from billfish.llm.conversation.literals import CLOSING, Literals, NotALiteral, t
 from billfish.llm.conversation.marks import WAIT, Functions, matched, may_begin
 from billfish.llm.conversation.syntax import PYTHON_TAG, ChatSyntax
 
+SEPARATORS = " \t\r\n,;"  # of calls
 LONGEST_NAME = 256  # characters; what is longer is no name of a function
 
 
@@ -45,7 +46,8 @@ class AnswerReader:
     """Thoughts first, then text and calls.
 
     functions: that may be called; without any, no call is looked for. thinking: whether the prompt has opened a
-    thought. parallel: whether there may be more than one call. A call that is broken before its name is text.
+    thought. parallel: whether there may be more than one call. A call that is broken before its name is text, unless
+    the answer has ended in there behind other calls.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class AnswerReader:
         elif self._state == self._tagged_arguments:
             yield CallArguments(self._count - 1, "}" if self._some_argument else "{}")
             yield CallEnd(self._count - 1)
+        elif self._count and (self._state not in (self._body, self._between) or self._begins_mark()):
+            pass  # another call, which was cut before its name
         elif self._state in (self._body, self._begin):
             if self._held:
                 yield Text(self._held)
@@ -339,7 +343,7 @@ class AnswerReader:
 
     def _between(self) -> Iterator[Event]:
         """Behind a call: its closing mark, another call, the end of the section, or text."""
-        calls, held = self._calls, self._held.lstrip(" \t\r\n,;")
+        calls, held = self._calls, self._held.lstrip(SEPARATORS)
         if not held:
             return
         if calls.style != "tagged" and calls.call.end.strip():
@@ -372,6 +376,12 @@ class AnswerReader:
             self._state = self._body
         return
         yield
+
+    def _begins_mark(self) -> bool:
+        """Whether what is left may be a mark of calls that is cut, or is what stands between calls."""
+        calls, held = self._calls, self._held.strip(SEPARATORS)
+        marks = (calls.section.start, calls.section.end, calls.call.start, calls.call.end, calls.trigger)
+        return not held or any(mark.strip() and matched(mark, held) == WAIT for mark in marks)
 
     def _ends_section(self, held: str) -> bool:
         end = self._calls.section.end

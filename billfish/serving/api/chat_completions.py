@@ -107,6 +107,17 @@ class NamedTool(Body):
     type: Literal["function"] = "function"
 
 
+class AllowedTools(Body):
+    tools: list[NamedTool]
+    mode: Literal["auto", "required"] = "auto"
+
+
+class ChosenTool(Body):
+    type: Literal["function", "allowed_tools"] = "function"
+    function: NameOnly | None = None
+    allowed_tools: AllowedTools | None = None
+
+
 class JsonSchema(Body):
     schema: dict[str, Any]
     name: str | None = None
@@ -152,7 +163,7 @@ class ChatBody(Options, kw_only=True):
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_ALTERNATIVES)] | None = None
     tools: list[Tool] = []
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -209,10 +220,17 @@ def function_of(offered: OfferedFunction) -> Function:
     return Function(offered.name, offered.parameters, offered.description, offered.strict)
 
 
-def choice_of(choice: str | NamedTool | None) -> ToolChoice:
-    """A mode, or a name that is no mode."""
-    if isinstance(choice, NamedTool):
-        return ToolChoice("required", choice.function.name)
+def choice_of(choice: str | ChosenTool | None) -> ToolChoice:
+    """A mode, a name that is no mode, or a mode and the names of some functions."""
+    if isinstance(choice, ChosenTool):
+        if choice.type == "function" and choice.function is not None:
+            return ToolChoice("required", choice.function.name)
+        if choice.type == "allowed_tools" and choice.allowed_tools is not None:
+            allowed = choice.allowed_tools
+            return ToolChoice(allowed.mode, allowed=tuple(tool.function.name for tool in allowed.tools))
+        what = "the name of a function" if choice.type == "function" else "mode and tools"
+        field = f"tool_choice.{choice.type}"
+        raise refuse(field, f"{field} is missing; expected an object with {what}.")
     return ToolChoice(choice or "auto")  # type: ignore[arg-type]  # msgspec has checked it
 
 

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from billfish.llm.conversation.choice import Choice
 from billfish.llm.conversation.events import CallEnd, Event, Text, Thought
-from billfish.llm.detokenizer import MOST_ALTERNATIVES, MOST_STOPS, Token
+from billfish.llm.detokenizer import MOST_ALTERNATIVES, Token
 from billfish.llm.grammar import json_schema
 from billfish.serving.api.answering import LINES, Asked, Format, Usage, encode, schema_errors
 from billfish.serving.api.chat_completions import Tool, function_of
@@ -23,12 +23,11 @@ from billfish.serving.api.conversation import Conversation, Turn, call_of, prepa
 from billfish.serving.api.logprobs import Logprobs
 from billfish.serving.api.request_bodies import Body, Refusal, refuse
 from billfish.serving.api.service import Service
-from billfish.serving.api.settings import Settings, Stop
+from billfish.serving.api.settings import Settings, Stops, stop_strings
 from billfish.serving.api.telemetry import Telemetry
 
 VERSION = "0.12.0"  # of the API: clients ask for it
 Keep = str | int | float
-Stops = Stop | Annotated[list[Stop], Meta(max_length=MOST_STOPS)]
 
 
 class ModelOptions(Body):
@@ -163,7 +162,7 @@ def settings_of(body: Common) -> Settings:
         top_p=given.top_p,
         min_p=given.min_p,
         seed=None if given.seed is None or given.seed < 0 else given.seed,
-        stop=(given.stop,) if isinstance(given.stop, str) else tuple(given.stop),
+        stop=stop_strings(given.stop),
         repetition_penalty=given.repeat_penalty,
         presence_penalty=given.presence_penalty,
         frequency_penalty=given.frequency_penalty,

@@ -35,6 +35,7 @@ from billfish.serving.api.telemetry import Telemetry
 from billfish.serving.ipc.client import ServerClient
 from billfish.serving.ipc.session import MOST_KEPT
 
+FUNCTIONS = ("function", "custom")  # types of tools that the model may call
 LOGPROBS = "message.output_text.logprobs"
 FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
@@ -111,11 +112,17 @@ class ResponseTool(Body):
     tools: list[ResponseTool] = []
 
 
+class AllowedTool(Body):
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+
+
 class ChosenTool(Body):
     type: Literal["function", "custom", "allowed_tools"]
     name: str | None = None
     mode: Literal["auto", "required"] = "auto"
-    tools: list[dict[str, Any]] = []
+    tools: list[AllowedTool] = []
 
 
 class NamedSchema(Body, tag_field="type", tag="json_schema"):
@@ -248,7 +255,7 @@ def offered(tools: Sequence[ResponseTool]) -> dict[str, Offered]:
         inner = tool.tools if tool.type == "namespace" else [tool]
         space = tool.name if tool.type == "namespace" else None
         for each in inner:
-            if each.type not in ("function", "custom") or not each.name:
+            if each.type not in FUNCTIONS or not each.name:
                 continue
             name = each.name if space is None else full_name(space, each.name)
             if name in made:
@@ -271,7 +278,8 @@ def _function(name: str, tool: ResponseTool) -> Function:
 def _choice(choice: str | ChosenTool | None) -> ToolChoice:
     if isinstance(choice, ChosenTool):
         if choice.type == "allowed_tools":
-            return ToolChoice(choice.mode)
+            allowed = [full_name(t.namespace, t.name) for t in choice.tools if t.type in FUNCTIONS and t.name]
+            return ToolChoice(choice.mode, allowed=tuple(allowed))
         if choice.name is None:
             raise refuse("tool_choice.name", "tool_choice.name is missing; expected the name of a function.")
         return ToolChoice("required", choice.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -27,8 +27,13 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]
 Repetition = Annotated[float, Meta(gt=0, le=10)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
-Stops = Stop | Annotated[list[Stop], Meta(max_length=MOST_STOPS)]
+Stops = Annotated[str, Meta(min_length=0, max_length=LONGEST_STOP)] | Annotated[list[Stop], Meta(max_length=MOST_STOPS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+def stop_strings(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Of a field: "" is none."""
+    return ((given,) if given else ()) if isinstance(given, str) else tuple(given)
 
 
 @dataclass(frozen=True)
@@ -197,7 +202,7 @@ class Options(Body):
             repetition_penalty=self.repetition_penalty,
             seed=None if self.seed is None or self.seed < 0 else self.seed,  # -1 is a random one elsewhere
             logit_bias=self.logit_bias,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            stop=stop_strings(self.stop),
             n=self.n,
             logprobs=logprobs,
             draft=self.draft,
