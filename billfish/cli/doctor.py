@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends import BACKENDS
+from billfish.cli import doctor_metal
 from billfish.cli.info import found
 from billfish.core.errors import BillfishError, DataError, MissingPackage, bad_argument
 from billfish.core.format import FORMATS
@@ -24,8 +25,9 @@ from billfish.core.tensor import QuantizedTensor
 from billfish.ops.matmul import dequantize, quantized_linear
 from billfish.ops.quantization import quantize
 
-SHAPE, ROWS = (96, 256), (1, 4, 20)  # of the checked matmuls: one kernel each
-TIMED, TIMED_ROWS, REPEATS = (4096, 4096), (1, 8), 20
+SHAPE, ROWS = (96, 256), (1, 4, 20)  # of the matmuls that every backend is asked for
+TIMED, TIMED_ROWS, REPEATS = (4096, 4096), (1, 8, 512), 20
+COLUMNS = ("backend", "kernel", "format", "type", "rows", "error", "allowed", "verdict")  # of a table of matmuls
 PROMPT, ANSWER = "What is the capital of France?", 16
 # Backends that are not asked unless they are named: the reference is the judge, and the emulator is slow.
 UNASKED = ("reference", "metal-emulator")
@@ -61,8 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
     report: dict[str, Any] = {"machine": found(), "matmuls": [], "times": [], "answers": []}
     for name in names:
         report["matmuls"] += _followed(checks(name), f"{name}: matmuls beside NumPy")
-    _print("matmuls", report["matmuls"], ("backend", "format", "rows", "error", "allowed", "verdict"), wrong_alone=True)
+    _print("matmuls", report["matmuls"], COLUMNS, wrong_alone=True)
     if "metal" in names:
+        reason = doctor_metal.device_of("metal").kernels.without_units
+        report["matrix_units"] = reason or "used"
+        print(f"matrix units: not used: {reason}." if reason else "matrix units: used.")
         report["times"] = _followed(times(), "metal: times beside MLX's")
         _print("microseconds of a matmul", report["times"], ("format", "rows", "ours", "mlx"))
     if arguments.model:
@@ -87,8 +92,10 @@ def _usable() -> list[str]:
 
 
 def checks(name: str) -> Iterator[dict[str, Any]]:
-    """Matmuls of a backend in every format, each kernel once, beside the exact ones. An error may be twice that of a
-    dense matmul of float16."""
+    """Every kernel of an Apple GPU by name; then matmuls of any backend in every format, as a user calls them. An error
+    may be twice that of a dense matmul of float16."""
+    if name in doctor_metal.NAMES:
+        yield from doctor_metal.checks(name, FORMATS)
     generator = np.random.default_rng(0)
     w = generator.standard_normal(SHAPE).astype(np.float32)
     for format in FORMATS:
@@ -105,18 +112,7 @@ def checks(name: str) -> Iterator[dict[str, Any]]:
             except Exception as error:  # of a compiler or a driver: what it says is what the report is for
                 yield record | {"verdict": f"{type(error).__name__}: {error}"}
             else:
-                yield record | _judged(x, dequantize(q), y)
-
-
-def _judged(x: NDArray[Any], w: NDArray[Any], y: NDArray[Any]) -> dict[str, Any]:
-    exact = x.astype(np.float64) @ w.astype(np.float64).T
-    dense = (x.astype(np.float32) @ w.astype(np.float16).astype(np.float32).T).astype(np.float16)
-
-    def error_of(y: NDArray[Any]) -> float:
-        return float(np.sqrt(np.square(y.astype(np.float64) - exact).mean() / np.square(exact).mean()))
-
-    error, allowed = error_of(y), 2 * error_of(dense)
-    return {"error": error, "allowed": allowed, "verdict": "right" if error <= allowed else "wrong"}
+                yield record | doctor_metal.judged(x, dequantize(q), y)
 
 
 def _multiplier(name: str) -> Callable[[NDArray[Any], QuantizedTensor], NDArray[Any]]:

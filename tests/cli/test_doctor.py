@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from llm_models import Small, write_model
 
-from billfish.cli import doctor
+from billfish.backends import BACKENDS, emulator
+from billfish.backends.metal import Kernels
+from billfish.cli import doctor, doctor_metal
 from billfish.cli.main import main
 from billfish.core.format import FORMATS
+from billfish.nn.torch.emulated_mps import mps
 
 
 def test_all_kernels_of_the_cpu_are_right(tmp_path, capsys):
@@ -47,7 +50,38 @@ def test_a_backend_that_is_none(capsys):
     assert "tpu" in capsys.readouterr().err
 
 
-@pytest.mark.full
+KERNELS = {"gemv", "gemm", "striped", "fused", "gemv_experts", "gemm_experts", "fused_experts", "dequantize", "embed"}
+KERNELS |= {"add_norm", "rotate", "recurrence"}
+
+
 @pytest.mark.compile
-def test_all_kernels_of_the_emulator_are_right(capsys):
-    assert main(["doctor", "--backend", "metal-emulator"]) == 0
+@pytest.mark.parametrize("name", ["q4_0", *(pytest.param(name, marks=pytest.mark.full) for name in ("nvfp4", "q4_k"))])
+def test_every_kernel_of_an_apple_gpu_is_checked(name, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(doctor, "FORMATS", [name, "nf4"])  # which has none
+    kernels = BACKENDS["metal-emulator"].kernels
+    monkeypatch.setattr(kernels, "without_units", "")
+    assert main(["doctor", "--backend", "metal-emulator", "--report", str(tmp_path / "report.json")]) == 0
+    records = json.loads((tmp_path / "report.json").read_text())["matmuls"]
+    assert {record["kernel"] for record in records if "kernel" in record} == KERNELS | {"tensor"}
+    assert "right; the largest error" in capsys.readouterr().out
+
+
+@pytest.mark.compile
+def test_kernels_that_are_wrong_by_name_are_found(monkeypatch):
+    def wrong(**arguments):
+        built = emulator.metal_kernel(**arguments)
+        return lambda **call: [y * y.dtype.type(1.01) for y in built(**call)]
+
+    monkeypatch.setitem(BACKENDS["metal-emulator"].__dict__, "kernels", Kernels(wrong))
+    records = list(doctor_metal.checks("metal-emulator", ["q4_0"]))
+    assert {record["kernel"] for record in records} == KERNELS
+    assert {record["verdict"] for record in records} == {"wrong"}
+
+
+@pytest.mark.compile
+@pytest.mark.torch
+def test_every_kernel_is_checked_through_torch():
+    with mps():
+        records = list(doctor_metal.checks("mps", ["mxfp4"]))
+    assert {record["kernel"] for record in records} == KERNELS - {"add_norm", "rotate", "recurrence"}
+    assert {record["verdict"] for record in records} == {"right"}
