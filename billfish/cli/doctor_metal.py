@@ -61,9 +61,9 @@ def device_of(name: str) -> Device:
     return Device(kernels, np.array, np.asarray)
 
 
-def checks(name: str, formats: Iterable[str]) -> Iterator[dict[str, Any]]:
+def checks(name: str, formats: Iterable[str], device: Device | None = None) -> Iterator[dict[str, Any]]:
     """A record for each kernel, format and type. An error may be twice that of a dense matmul of the same types."""
-    device = device_of(name)
+    device = device or device_of(name)
     for format in formats:
         about = FORMATS[format]
         if has_kernels(Problem("matmul", about, about.default_group_size, 1, N, K, FLOATS["float16"]))[0]:
