@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from threading import RLock
 from typing import NamedTuple, cast
 
@@ -32,12 +33,14 @@ from billfish.core.errors import BackendUnavailable, DataError, ModelError, bad_
 from billfish.core.typing import Activations
 from billfish.llm.cuda_blocks import BlockMaker
 from billfish.llm.cuda_kv_cache import CudaCache, SequencePool
+from billfish.llm.cuda_mtp import CudaMtpDecoder
 from billfish.llm.cuda_sampling import choices
 from billfish.llm.cuda_states import SequenceStates
 from billfish.llm.cuda_steps import SCORED, CudaSteps, Fed, Result, Scratch, padded
 from billfish.llm.cuda_weights import GpuWeights
 from billfish.llm.decoder_base import PENDING, Decoder, Passage, PendingStep, with_drafts
 from billfish.llm.drafting.drafter import MOST_DRAFTED
+from billfish.llm.drafting.mtp import PIECE
 from billfish.llm.kv_cache import Floats
 from billfish.llm.model_weights import CALL, ModelTensors
 from billfish.llm.sampler import Choice, Sampler
@@ -223,6 +226,20 @@ class CudaDecoder(Decoder):
     def pages(self) -> SequencePool:
         return self._pool
 
+    @cached_property
+    def mtp(self) -> CudaMtpDecoder | None:
+        block, layers = self.config.mtp, self._layers
+        if block is None:
+            return None
+        chunk = min(PIECE, self.chunk)
+        try:
+            made = CudaMtpDecoder(self.tensors, block, layers.embedding, layers.head, self._stream, self.lock, chunk)
+        except OutOfMemory:
+            problem = f"{self._gpu.name} is out of memory for the MTP block"
+            raise BackendUnavailable(failure(CALL, problem, "Draft by 'ngram', or use a smaller model.")) from None
+        self.nbytes += made.nbytes
+        return made
+
     @property
     def stream(self) -> int:
         """The CUDA stream of all steps."""
@@ -262,6 +279,8 @@ class CudaDecoder(Decoder):
                 for fed in group:
                     start = starts[fed.number]
                     out[start : start + len(fed.tokens)] = hidden[row : row + len(fed.tokens)]
+                    if fed.cache.hidden is not None:
+                        fed.cache.hidden.put(len(fed.cache.tokens), hidden[row : row + len(fed.tokens)])
                     starts[fed.number] += len(fed.tokens)
                     row += len(fed.tokens)
                 self._taken(group)
@@ -344,6 +363,7 @@ class CudaDecoder(Decoder):
         chosen: list[list[Choice]] = [[] for _ in samplers]
         for result in results:
             result.wait()
+            result.keep_hidden(self.config.hidden)
             tokens = result.tokens
             for number, places in result.numbers.items():
                 sampler, draft = samplers[number], drafts[number]

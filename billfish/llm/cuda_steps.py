@@ -123,6 +123,8 @@ class Result:
         self.places: dict[int, int] = {}  # of drafts that want logits: the first place of each in these
         self.late: dict[int, LateRow] = {}  # of passages: rows that are sampled late
         self.late_result: LateResult | None = None  # their tokens, when that is under way
+        self._hidden: Pinned | None = None
+        self.kept: list[tuple[weakref.ref[CudaCache], int, int]] = []  # caches that keep hidden states: first and count
         self.count = count
 
     @property
@@ -154,8 +156,34 @@ class Result:
             place += len(own)
         self._done.record(stream.pointer)
 
+    def fetch_hidden(
+        self, stream: Stream, step: StepMemory, rows: Sequence[tuple[CudaCache, range]], width: int
+    ) -> None:
+        """Copy hidden states, before `fetch`. rows: of the step, for each cache that keeps them."""
+        size, place = 4 * width, 0
+        needed = size * sum(len(own) for _, own in rows)
+        if self._hidden is None or self._hidden.array.nbytes < needed:
+            self._hidden = Pinned(needed, stream.ordinal)
+        for cache, own in rows:
+            to, source = self._hidden.pointer + size * place, step.at("hidden") + size * own.start
+            copied = driver().cuMemcpyDtoHAsync(to, source, size * len(own), stream.pointer)
+            check(copied, "copying from the device")
+            self.kept.append((weakref.ref(cache), len(cache.tokens), len(own)))
+            place += len(own)
+
     def wait(self) -> None:
         self._done.wait()
+
+    def keep_hidden(self, width: int) -> None:
+        """Give caches the hidden states of their tokens. The step is done."""
+        place = 0
+        for found, first, count in self.kept:
+            cache = found()
+            if self._hidden is not None and cache is not None and cache.hidden is not None:
+                rows = self._hidden.array[4 * width * place : 4 * width * (place + count)]
+                cache.hidden.put(first, rows.view(np.float32).reshape(count, width))
+            place += count
+        self.kept = []
 
     def __del__(self) -> None:
         if hasattr(self, "_done"):
@@ -268,6 +296,9 @@ class CudaSteps:
         slots = {each.number: self._row_of(each.cache).number for each in fed}
         result.late = {number: LateRow(row, slots[number]) for number, row in late.items()}
         result.numbers = {number: rows for number, rows in asked.items() if number not in late}
+        if kept := [(cache, rows) for cache, rows in rows_in(batch, decoding, prompts) if cache.hidden is not None]:
+            self._layers.finish(self._stream.pointer, step, max(rows.stop for _, rows in kept))  # adds the last product
+            result.fetch_hidden(self._stream, step, kept, self._layers.hidden)
         result.fetch(self._stream, step, drafted, self._layers.vocabulary)
         return result
 
@@ -280,6 +311,7 @@ class CudaSteps:
         if result.late_result is not None:
             self._late.give_back(result.late_result)
             result.late_result = None
+        result.kept = []
         if result.count == self.memory.scored:
             self._results.append(result)
 
@@ -503,3 +535,13 @@ class CudaSteps:
 def rows_of(decoding: Sequence[Fed]) -> int:
     """One for each token."""
     return sum(len(each.tokens) for each in decoding)
+
+
+def rows_in(batch: Batch, decoding: Sequence[Fed], prompts: Sequence[Fed]) -> list[tuple[CudaCache, range]]:
+    """Which rows of a step each sequence has."""
+    found, row = list[tuple[CudaCache, range]](), 0
+    for i, each in enumerate((*decoding, *prompts)):
+        row = batch.decoding if i == len(decoding) else row
+        found.append((each.cache, range(row, row + len(each.tokens))))
+        row += len(each.tokens)
+    return found

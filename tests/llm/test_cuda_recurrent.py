@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cuda_numpy import NumpyGpu
 from draft_matrix import Oracle
-from llm_architectures import RECURRENT, write_model
+from llm_architectures import RECURRENT, write_model, write_mtp_model
 
 from billfish.backends import BACKENDS
 from billfish.backends.cuda.driver import device
@@ -16,12 +16,17 @@ from billfish.core.errors import BackendUnavailable, ModelError
 from billfish.llm import cuda_states, load
 from billfish.llm.cuda_states import SequenceStates, StatePool
 from billfish.llm.drafting.drafter import Controller
+from billfish.llm.kv_cache import HiddenStates
 from billfish.llm.sampler import Sampling
 from billfish.serving.engine.engine import Engine
 from billfish.serving.engine.requests import Request
 
 ONE_OF_EACH = pytest.mark.parametrize("name", ["qwen35", "lfm2", "granitehybrid"])
 TEXT = [3 + (11 * i * i + 5 * i) % 64 for i in range(300)]
+
+
+class NoMemory(int):
+    name = "CUDA_ERROR_OUT_OF_MEMORY"
 
 
 def has_gpu() -> bool:
@@ -292,6 +297,93 @@ def test_a_sequence_begins_again_behind_drafts_that_nobody_asked_for(model_of_qw
         assert model.decoder.go_on(cache, text, samplers[0], None)[0] == expected
         text = [*text, expected]
     assert model.decoder._pool.states.drafted == 0
+
+
+# ---- MTP blocks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_mtp_model(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def mtp_model(gpu, folder, monkeypatch):
+    monkeypatch.setattr(Controller, "length", lambda self, kind=0, others=0: self.most)
+    monkeypatch.setattr(BACKENDS["cuda"], "batch_invariant", True)
+    return load(folder, device="cuda")
+
+
+def test_an_mtp_block_gives_what_it_gives_on_the_cpu(mtp_model, folder):
+    """In steps of any length, also where pages of the KV cache begin in them."""
+    there, here = mtp_model.decoder.mtp, load(folder, device="cpu").decoder.mtp
+    assert mtp_model.decoder.nbytes > there.nbytes > 0
+    there._chunk = 50
+    text, hidden = TEXT[:130], np.random.default_rng(1).standard_normal((130, 64)).astype(np.float32)
+    assert close(there.normalize_model(hidden), here.normalize_model(hidden))
+    cache, other = there.cache(), here.cache()
+    for start, end in ((0, 1), (1, 100), (100, 130)):
+        ours = there.run(cache, text[start:end], hidden[start:end])
+        theirs = here.run(other, text[start:end], hidden[start:end])
+        assert close(ours, theirs)
+        assert close(there.normalize(ours), here.normalize(theirs))
+        assert close(there.logits(ours), here.logits(theirs))
+    assert cache.tokens == text
+    assert (cache.rollback(70), other.rollback(70)) == (70, 70)
+    assert close(there.run(cache, [5, 6], hidden[:2]), here.run(other, [5, 6], hidden[:2]))
+
+
+def test_steps_keep_hidden_states_where_somebody_wants_them(mtp_model):
+    """Of prompts and of answers, in steps with others, drafted and launched ahead."""
+    decoder, prompt = mtp_model.decoder, TEXT[:100]
+    decoder.chunk = 64
+    cache = mtp_model.cache()
+    answer = mtp_model.generate(prompt, max_tokens=9, draft="mtp", draft_length=3, cache=cache)
+    text = [*prompt, *answer.tokens[:-1]]
+    assert close(cache.hidden.of(0, len(text)), decoder.run([(mtp_model.cache(), text)], None))
+    alone, other = mtp_model.cache(), mtp_model.cache()
+    alone.hidden = HiddenStates(64)
+    samplers = [Sampling().sampler(), Sampling(repetition_penalty=1.1).sampler(TEXT[:3])]
+    decoder.choose([(alone, TEXT[:30]), (other, TEXT[:3])], samplers, None)
+    for token in (5, 6):
+        decoder.choose([(other, [7]), (alone, [token])], samplers[::-1], None)
+    for _ in range(3):
+        [token] = decoder.choose([(alone, [token])], samplers[:1], None)
+    assert other.hidden is None
+    assert close(alone.hidden.of(0, 35), decoder.run([(mtp_model.cache(), alone.tokens)], None))
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 3}, {"repetition_penalty": 1.2}])
+def test_answers_with_an_mtp_block_are_the_plain_ones(mtp_model, how):
+    for prompt in (TEXT[:1], TEXT[3:120]):
+        plain = mtp_model.generate(prompt, max_tokens=14, **how)
+        drafted = mtp_model.generate(prompt, max_tokens=14, draft="mtp", draft_length=3, **how)
+        assert drafted.tokens == plain.tokens
+        assert drafted.drafts.drafted > drafted.drafts.steps
+
+
+def test_a_batch_is_drafted_by_an_mtp_block(mtp_model, monkeypatch):
+    """A long prompt is read in pieces."""
+    monkeypatch.setattr("billfish.llm.drafting.mtp.PIECE", 30)
+    prompts = [TEXT[i : i + 5 + 19 * i] for i in range(5)]
+    plain = [mtp_model.generate(prompt, max_tokens=10).tokens for prompt in prompts]
+    found: list[list[int]] = [[] for _ in prompts]
+    with Engine(mtp_model, streams=3, context=128, draft="mtp", draft_length=3) as engine:
+        for prompt, tokens in zip(prompts, found, strict=True):
+            engine.submit(Request(prompt, 10), lambda chosen, to=tokens: to.append(chosen.token))
+        engine.close()
+        assert engine.counts().drafted_tokens > 0
+    assert found == plain
+
+
+def test_a_gpu_without_memory_for_an_mtp_block(gpu, mtp_model, monkeypatch):
+    if gpu is None:
+        pytest.skip("this machine has a GPU, and it has memory")
+    with monkeypatch.context() as patched:
+        patched.setattr(gpu, "cuMemAlloc", lambda nbytes: (NoMemory(2), 0))
+        with pytest.raises(BackendUnavailable, match=r"memory for the MTP block.*ngram"):
+            mtp_model.generate(TEXT[:9], draft="mtp")
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from billfish.backends.cuda.attention import DeviceAttention, power_of_two
 from billfish.backends.cuda.block import DeviceBlock
-from billfish.backends.cuda.driver import Buffer, KernelLaunch, check, compile_together, copy_in, driver
+from billfish.backends.cuda.driver import Buffer, KernelLaunch, check, compile_together, copy_in, copy_out, driver
 from billfish.backends.cuda.embedding import DeviceEmbedding, DeviceLayerInputs
 from billfish.backends.cuda.late_rows import LateMemory
 from billfish.backends.cuda.launcher import DeviceMatrix, Launcher, Observe
@@ -42,7 +42,8 @@ class DeviceDecoder:
     """All blocks on one device. Numbers between products are float16, or bfloat16.
 
     last_norm: divided by the scale of logits. logit_cap: c, where logits become c tanh(s / c); 0: none. tables: kinds
-    of pages that keys and values are in. batch_invariant: a sequence gets the same bits in any batch.
+    of pages that keys and values are in. batch_invariant: a sequence gets the same bits in any batch. projection: of an
+    MTP block, see `run_beside`.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class DeviceDecoder:
         tables: int = 1,
         bfloat16: bool = False,
         batch_invariant: bool = False,
+        projection: DeviceMatrix | None = None,
         ordinal: int = 0,
     ) -> None:
         self.blocks, self.embedding, self.head, self.last_norm = blocks, embedding, head, last_norm
         self.layer_inputs, self.logit_cap, self.tables, self.ordinal = layer_inputs, logit_cap, tables, ordinal
+        self.projection = projection
         self.vocabulary, self.hidden = head.weights.shape
         self._launcher = Launcher(self.hidden, epsilon, bfloat16=bfloat16, ordinal=ordinal)
         self._launcher.batch_invariant = batch_invariant
@@ -91,6 +94,7 @@ class DeviceDecoder:
         """Memory for steps of up to so many rows. sequences: rows of the tables of pages."""
         parts = [part for block in self.blocks for part in block.parts]
         more = [] if self.layer_inputs is None else [self.layer_inputs.projection]
+        more += [] if self.projection is None else [self.projection]
         matrices = [self.head, *more, *(matrix for part in parts for matrix in part.matrices)]
         own = {
             "x": 2 * max(rows, scored) * self.hidden,
@@ -101,6 +105,8 @@ class DeviceDecoder:
             "ordered": 2 * rows * max((m.weights.shape[1] for m in matrices if m.order is not None), default=0),
             "work": most_work(rows, max(matrix.weights.shape[1] for matrix in matrices)),
         }
+        if self.projection is not None:
+            own["projected"] = 2 * rows * self.projection.weights.shape[1]
         before = [self.embedding.memory(rows)]
         if self.layer_inputs is not None:
             before.append(self.layer_inputs.memory(rows))
@@ -134,6 +140,26 @@ class DeviceDecoder:
         step.use(batch)
         self.embedding.run(self._launcher, stream, step, batch.rows)  # for the angles
         copy_in(step.at("hidden"), states, stream)
+        self._run_blocks(stream, step, batch, range(len(self.blocks)))
+
+    def run_beside(
+        self, stream: int, step: StepMemory, batch: Batch, norm: Buffer, beside: NDArray[np.float16]
+    ) -> None:
+        """All blocks, from the projection of embeddings behind their norm and of what the host has beside each of the
+        first rows [rows, hidden]."""
+        assert self.projection is not None
+        launcher = self._launcher
+        launcher.activations = "exact"
+        step.use(batch)
+        self.embedding.run(launcher, stream, step, batch.rows)
+        launcher.normalize(stream, step, batch.rows, norm)
+        both = np.empty((len(beside), 2, self.hidden), np.float16)
+        embedded = np.empty((len(beside), self.hidden), np.float16)
+        copy_out(embedded, step.at("x"), stream)
+        both[:, 0], both[:, 1] = embedded, beside
+        copy_in(step.at("projected"), both, stream)
+        matrices, projected = (self.projection,), step.at("projected")
+        launcher.products(stream, step, matrices, projected, step.at("hidden"), batch.rows, float_y=True)
         self._run_blocks(stream, step, batch, range(len(self.blocks)))
 
     def _run(self, stream: int, step: StepMemory, batch: Batch, blocks: Sequence[int]) -> None:
