@@ -109,6 +109,18 @@ def test_values_and_gradients(own_row):
     near(mx.grad(loss(ours))(x), mx.grad(loss(dense))(x), 1e-4)
 
 
+def test_the_gradient_of_a_bias_is_summed_in_float32():
+    """In float16 a sum of ones stops at 2048."""
+    ours, _ = layer()
+    x, indices = mx.zeros((2500, 1, 1, 64), mx.float16), mx.zeros((2500, 1), mx.uint32)
+
+    def loss(bias: mx.array) -> mx.array:
+        ours.bias = bias
+        return ours(x, indices).sum()
+
+    near(mx.grad(loss)(mx.zeros((5, 96), mx.float16))[0], np.full(96, 2500), 0)
+
+
 def test_compiled():
     ours, _ = layer()
     indices, x = mx.array([[0, 3], [4, 1]]), mx.array(gaussian((2, 1, 1, 64), 1))

@@ -202,6 +202,20 @@ def test_a_model():
     torch.testing.assert_close(y.cpu(), dense.cpu(), rtol=0.05, atol=0.02)
 
 
+def test_calibrate():
+    """The sums of a model on the CPU. mps has no float64, and a float32 loses what 500 batches add to one large."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    batches = [torch.full((1, 16), 4096.0), *[torch.full((1, 16), 0.5)] * 500]
+    here = bf.calibrate(model, batches, hessian=True, progress=False)
+    model.to("mps")
+    there = bf.calibrate(model, [batch.to("mps") for batch in batches], hessian=True, progress=False)
+    for name in ("0.weight", "2.weight"):
+        assert there[name].counts == here[name].counts == 501
+        np.testing.assert_allclose(there[name].squares, here[name].squares, rtol=1e-7)
+    assert (there["0.weight"].squares == 4096**2 + 500 / 4).all()
+    np.testing.assert_allclose(there["2.weight"].outer, here["2.weight"].outer, rtol=1e-3)
+
+
 def test_experts():
     shapes = ((4, 32, 64), (4, 32, 64), (4, 64, 32))
     stacks = [bf.quantize(gaussian(shape, i) / np.float32(8), "u4b8") for i, shape in enumerate(shapes)]

@@ -67,9 +67,11 @@ class MetalProduct:
 
         @product.vjp
         def gradient(primals: Any, cotangent: Any, output: Any) -> Any:
+            """In float32, on weights decoded to it, as on the CPU."""
             x, *bias = primals if isinstance(primals, (tuple, list)) else [primals]
-            with_x = cotangent @ kernels.dequantize(weights, x.dtype)
-            return (with_x, *(cotangent.sum(axis=0).astype(b.dtype) for b in bias)) if bias else with_x
+            wide = cotangent.astype(mx.float32)
+            with_x = (wide @ kernels.dequantize(weights, mx.float32)).astype(x.dtype)
+            return (with_x, *(wide.sum(axis=0).astype(b.dtype) for b in bias)) if bias else with_x
 
         self._product: Any = product
 

@@ -68,11 +68,13 @@ class MetalExperts:
         @product.vjp
         def gradient(primals: Any, cotangent: Any, output: Any) -> Any:
             x, ids, *biases = primals
+            wide = cotangent.astype(mx.float32)
             w = self.kernels.dequantize(self.weights, mx.float32)
-            each = mx.gather_mm(cotangent.astype(mx.float32)[:, :, None], w, rhs_indices=ids)[:, :, 0]
+            each = mx.gather_mm(wide[:, :, None], w, rhs_indices=ids)[:, :, 0]
             with_x = (each if x.ndim == 3 else each.sum(axis=1)).astype(x.dtype)
-            flat = cotangent.reshape(math.prod(ids.shape), -1)
-            with_biases = [mx.zeros_like(b).at[ids.reshape(-1)].add(flat.astype(b.dtype)) for b in biases]
+            flat = wide.reshape(math.prod(ids.shape), -1)
+            sums = (mx.zeros(b.shape, mx.float32).at[ids.reshape(-1)].add(flat) for b in biases)
+            with_biases = [total.astype(b.dtype) for total, b in zip(sums, biases, strict=True)]
             return with_x, mx.zeros_like(ids), *with_biases
 
         return product(x, ids, *([] if biases is None else [biases]))

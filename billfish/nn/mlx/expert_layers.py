@@ -153,8 +153,10 @@ def _product(stack: Any, activations: Activations) -> Any:
         w = mx.array(decoded(stack))
         for_x = mx.gather_mm(wide[:, :, None], w, rhs_indices=ids)[:, :, 0].sum(axis=1).astype(x.dtype)
         flat = wide.reshape(math.prod(ids.shape), -1)
-        for_bias = None if bias is None else mx.zeros_like(bias).at[ids.reshape(-1)].add(flat.astype(bias.dtype))
-        return for_x, mx.zeros_like(ids), for_bias
+        if bias is None:
+            return for_x, mx.zeros_like(ids), None
+        for_bias = mx.zeros(bias.shape, mx.float32).at[ids.reshape(-1)].add(flat)
+        return for_x, mx.zeros_like(ids), for_bias.astype(bias.dtype)
 
     return linear
 

@@ -67,19 +67,25 @@ class DeviceSums:
     def __init__(self, shape: Sequence[int], outer: bool, device: Any) -> None:
         torch = sys.modules["torch"]
         self.counts = np.zeros(tuple(shape[:-1]), np.int64)
-        self.squares = torch.zeros(*shape, dtype=torch.float64, device=device)
+        # What float32 rounds away is summed beside it: not every GPU has float64.
+        self.squares, self.rest = (torch.zeros(*shape, dtype=torch.float32, device=device) for _ in range(2))
         self.outer = torch.zeros(*shape, shape[-1], dtype=torch.float32, device=device) if outer else None
 
     def add(self, rows: Any, expert: int | None = None) -> None:
         at = () if expert is None else expert
         self.counts[at] += len(rows)
-        self.squares[at] += rows.double().square().sum(dim=0)
+        before, more = self.squares[at].clone(), rows.square().sum(dim=0)
+        after = before + more
+        rounded = after - before
+        self.squares[at] = after
+        self.rest[at] += (before - (after - rounded)) + (more - rounded)
         if self.outer is not None:
             self.outer[at].addmm_(rows.T, rows)
 
     def finish(self, name: str) -> InputStatistics:
         outer = None if self.outer is None else self.outer.cpu().numpy()
-        known = InputStatistics(self.squares.cpu().numpy(), self.counts, outer)
+        squares = sum(part.cpu().double() for part in (self.squares, self.rest)).numpy()
+        known = InputStatistics(squares, self.counts, outer)
         known.check(name)
         return known
 

@@ -236,6 +236,22 @@ def test_gradients(name):
     np.testing.assert_allclose(np.array(alone), np.array(ours[0]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_gradients_are_float32_until_the_end(dtype):
+    """Weights that no 16 bits hold, and a sum of ones that stops growing in 16 bits."""
+    q, rows = quantized("q4_1", 24, 64), 2500
+    product, x = emulated(q), mx.array(gaussian((rows, 64), 1)).astype(dtype)
+    weight = mx.concatenate([mx.array(gaussian((rows, 23), 3)), mx.ones((rows, 1))], axis=1).astype(dtype)
+    for_x, for_bias = mx.grad(lambda x, b: (product(x, b).astype(mx.float32) * weight).sum(), argnums=(0, 1))(
+        x, mx.zeros(24, dtype)
+    )
+    exact = np.array(weight.astype(mx.float32)).astype(np.float64) @ bf.dequantize(q).astype(np.float64)
+    bits = 11 if dtype == mx.float16 else 8
+    close = {"rtol": 1.01 * 2.0**-bits, "atol": 1e-5}
+    np.testing.assert_allclose(np.array(for_x.astype(mx.float32)), exact, **close)
+    assert abs(float(for_bias[23]) - rows) <= rows * 2.0**-bits
+
+
 def dense_kernels(q: bf.QuantizedTensor) -> Callable[..., Any]:
     """A metal_kernel of MLX operations, which `mx.compile` can run where there is no Metal."""
     w = mx.array(bf.dequantize(q))

@@ -286,3 +286,13 @@ def test_gradients_of_the_block(monkeypatch):
     assert names == ["x", "weights", "gate_up_biases", "down_biases"]
     for a, b in zip(mx.grad(ours, every)(*given.values()), mx.grad(dense, every)(*given.values()), strict=True):
         np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-3, atol=1e-3 * float(mx.abs(b).max()))
+
+
+def test_the_gradient_of_a_bias_is_summed_in_float32(monkeypatch):
+    """In float16 a sum of ones stops at 2048."""
+    metal(monkeypatch)
+    stack, ids = arguments()["down"], mx.zeros((2500, 1), mx.uint32)
+    experts, n, k = stack.shape
+    x = mx.zeros((2500, k), mx.float16)
+    gradient = mx.grad(lambda biases: bf.expert_linear(x, stack, ids, biases=biases).sum())
+    assert np.array_equal(np.array(gradient(mx.zeros((experts, n), mx.float16))[0]), np.full(n, 2500, np.float16))
