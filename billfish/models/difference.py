@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from billfish.core.record import record
 
 Order = NDArray[np.int64]
 Numbers = NDArray[np.float32]
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Values:
     """A function of every number, for plain tensors, and its inverse."""
 
@@ -25,7 +26,7 @@ PLUS_ONE = Values(lambda x: x + np.float32(1), lambda x: x - np.float32(1))
 NEGATIVE_EXPONENTIAL = Values(lambda x: -np.exp(x), lambda x: np.log(-x))  # of -a, whose logarithm folders have
 
 
-@dataclass(frozen=True, eq=False)
+@record(frozen=True, eq=False)
 class Difference:
     """rows, columns: which row or column of the folder's matrix comes where in GGUF's; None: they are in one order.
     Where a folder has several matrices of GGUF as one, `rows` are those of one of them.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
+from billfish.core.record import record
 from billfish.llm.closed_schema import closed
 from billfish.llm.conversation.harmony import CHANNEL, CONSTRAIN, MESSAGE, START
 from billfish.llm.conversation.literals import CLOSING
@@ -19,7 +20,7 @@ WHITE_SPACE = r"[ \t\n]{0,16}"  # bounded: small models would otherwise write it
 Mode = Literal["auto", "required", "none"]
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Function:
     """What a model may call. parameters: their JSON schema. strict: arguments must satisfy it."""
 
@@ -34,7 +35,7 @@ class Function:
         return dict(NO_PARAMETERS) if not self.parameters else {"type": "object", **self.parameters}
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Wanted:
     """What an answer must be. calls: of these functions. mode: whether it must be a call ("required"), or may be.
     schema: of the answer that is no call; None for text. held: whether the model is told of further functions, which it

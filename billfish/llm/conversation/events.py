@@ -5,22 +5,24 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
+from billfish.core.record import record
 
-@dataclass(frozen=True)
+
+@record(frozen=True)
 class Text:
     """A piece of the answer's text."""
 
     text: str
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Thought:
     """A piece of what the model thinks before it answers."""
 
     text: str
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class CallBegin:
     """A call of a function begins. index: its number in the answer. Mistral's templates want an id of nine letters and
     digits."""
@@ -30,7 +32,7 @@ class CallBegin:
     id: str = field(default_factory=lambda: secrets.token_hex(5)[:9])
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class CallArguments:
     """A piece of a call's arguments, which are a JSON object."""
 
@@ -38,7 +40,7 @@ class CallArguments:
     text: str
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class CallEnd:
     """The call is complete."""
 
