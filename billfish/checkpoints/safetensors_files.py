@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import numpy as np
 from billfish.core.errors import CheckpointError, failure
 from billfish.core.extras import require
 from billfish.core.files import is_affordable, open_regular, read_json
-from billfish.core.record import record
 from billfish.core.storage import Array
 from billfish.models.fields import section
 
@@ -92,7 +92,7 @@ class MappedFile:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Stored:
     """One array in a file."""
 

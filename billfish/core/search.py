@@ -18,6 +18,7 @@ written here, and sums go by lanes (:func:`dot`). What a format can store is tol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.core.elements import FP4, Element, Integer, Signed
-from billfish.core.record import record
 from billfish.core.scales import E4M3_MAX, decode_e4m3, encode_e4m3
 
 Floats = NDArray[np.float32]
@@ -216,7 +216,7 @@ class Float16:
         return x.astype(np.float16).astype(np.float32)
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class E4m3Times:
     """A byte times the scale of the tensor."""
 
@@ -229,7 +229,7 @@ class E4m3Times:
         return decode_e4m3(self.codes(x)) * self.factor
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class IntegerTimes:
     """An integer from low to high times upper [R]."""
 
@@ -251,7 +251,7 @@ class AtMostZero:
         return np.where(x < 0, x, np.float32(0))
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Separately:
     """A rule for scales, and one for minimums."""
 
@@ -262,7 +262,7 @@ class Separately:
         return self.scale(scale), self.minimum(minimum)
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class ZeroPoint:
     """Float16 scales, and minimums that are a zero point times the scale: an integer from 0 to high, or a float16."""
 

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 from billfish.checkpoints.tokenizer.tokenizer import CONTROL, UNUSED, Tokenizer
 from billfish.core.errors import BillfishError, DataError, bad_argument, failure
 from billfish.core.extras import require
-from billfish.core.record import record
 from billfish.llm import grammar_process
 from billfish.llm.closed_schema import closed
 
@@ -43,7 +43,7 @@ class GrammarLimitError(DataError):
     """A grammar that needs more states or work for a token than llguidance may take, in the middle of an answer."""
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Grammar:
     """What an answer must be, for any model. `schema` is a JSON schema, as a text; or a grammar of llguidance, which
     begins with `LARK`; or one that a client wrote, behind grammar_process.TEXT."""

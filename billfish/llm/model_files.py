@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from billfish.checkpoints.tokenizer import gguf_tokenizer, tokenizer_json
 from billfish.checkpoints.tokenizer.tokenizer import TOKEN_COST, Tokenizer
 from billfish.core.errors import ModelError, failure
 from billfish.core.files import is_affordable
-from billfish.core.record import record
 from billfish.models import ARCHITECTURES
 
 CALL = "llm.load"
@@ -25,7 +25,7 @@ PADDING = 32  # rows and columns of packed matrices are multiples of it, or of a
 MATRIX_COST = 4096  # bytes of memory for a packed matrix, beside its weights
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Source:
     """Tensors under GGUF's names and in its order of rows, and its fields. The rest is read when it is asked for."""
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from billfish.checkpoints.tokenizer.tokenizer import CONTROL, Tokenizer
-from billfish.core.record import record
 from billfish.llm.grammar import Matcher
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class ThoughtLimit:
     """budget: tokens of thoughts, at most. opened: the prompt ends inside of a thought. start, end: the marks around
     one. closing: the tokens that end one. again: another thought may come behind one, as in gpt-oss's channels; then

@@ -6,10 +6,9 @@ An architecture makes one of these (`Architecture.model`), and each device execu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
-from billfish.core.record import record
 from billfish.models.rope import Rope
 
 Bias = Literal["required", "allowed", "none"]
@@ -18,7 +17,7 @@ Activation = Literal["silu", "gelu", "clamped_silu", "gelu_erf"]
 Pooling = Literal["mean", "cls", "last", "rank"]  # what makes one vector of a text's hidden states, or scores
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Vector:
     """A tensor of one axis. name: with its suffix. factor: what its numbers are multiplied with. stored: its shape in
     GGUF, where that has an axis of length 1 beside it."""
@@ -29,7 +28,7 @@ class Vector:
     stored: tuple[int, ...] = ()
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class LayerNorm(Vector):
     """(x - mean) / sqrt(variance + epsilon) * weight + bias. The vector is the weight; where a Vector alone stands for
     a norm, that is RMSNorm. of_residual: what it gives is the residual stream, too, as behind the parts of BERT."""
@@ -38,7 +37,7 @@ class LayerNorm(Vector):
     of_residual: bool = False
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Matrix:
     """A matrix [rows, columns]. It is `name`.weight in the file, or some of its rows: from `first` on, or `chosen`."""
 
@@ -56,7 +55,7 @@ class Matrix:
         return self.joined or self.rows, self.columns
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Stack:
     """The matrices [rows, columns] of all experts."""
 
@@ -71,7 +70,7 @@ class Stack:
         return self.experts, self.rows, self.columns
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Convolution:
     """A causal convolution over the last `taps` tokens, each channel for itself: `name`.weight [channels, taps]. It
     is never quantized."""
@@ -85,7 +84,7 @@ class Convolution:
 # ---- token mixers --------------------------------------------------------------------------------------------------
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Attention:
     """Grouped-query attention. Scores are `scale` q k; a cap c makes them c tanh(s / c)."""
 
@@ -112,7 +111,7 @@ class Attention:
     )
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class GatedDeltaNet:
     """Linear attention with a state S [key size, value size] per value head, updated by the gated delta rule:
 
@@ -143,7 +142,7 @@ class GatedDeltaNet:
         return self.value_heads * self.key_size * self.value_size + _tail(self.convolution)
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class ShortConvolution:
     """Two gates around a causal convolution: out(c * conv(b * x)), with b, c and x rows of one product."""
 
@@ -156,7 +155,7 @@ class ShortConvolution:
         return _tail(self.convolution)
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Mamba2:
     """A selective state space with a state S [state size, head size] per head. Rows of the projection are those of z,
     of x, b and c, which go through SiLU(convolution), and of the steps, one for each head:
@@ -192,7 +191,7 @@ Mixer = Attention | GatedDeltaNet | ShortConvolution | Mamba2
 # ---- feed-forward parts --------------------------------------------------------------------------------------------
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Dense:
     """down(activation(gate x) * up x); without `up`, down(activation(gate x))."""
 
@@ -203,7 +202,7 @@ class Dense:
     activation: Activation = "silu"
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Router:
     """How a token chooses experts: those with the largest scores. Of equal scores the lower index goes first.
 
@@ -222,7 +221,7 @@ class Router:
     groups_used: int = 1
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Mixture:
     """A mixture of experts. Each is a gated feed-forward part of `size`. Beside the chosen ones there may be one for
     all tokens, times the sigmoid of a product with `shared_gate` where there is one."""
@@ -238,7 +237,7 @@ class Mixture:
     shared_gate: Vector | None = None
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class DenseAndMixture:
     """A dense part and experts side by side, each with norms of its own. The router's is apart from the experts'. The
     norm of the block is the dense part's."""
@@ -256,7 +255,7 @@ FeedForward = Dense | Mixture | DenseAndMixture
 # ---- the model -----------------------------------------------------------------------------------------------------
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class PerLayerInput:
     """x += post_norm(projection(activation(gate x) * e)): e is the layer's part of PerLayerEmbedding."""
 
@@ -266,7 +265,7 @@ class PerLayerInput:
     activation: Activation = "silu"
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class PerLayerEmbedding:
     """For each token and layer `size` numbers: (norm(projection_scale projection(x)) + scale embedding) / sqrt(2),
     where x is the scaled embedding of the model."""
@@ -279,7 +278,7 @@ class PerLayerEmbedding:
     projection_scale: float
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Classifier:
     """Scores of a text [rows of output]: output(norm(activation(dense x))), where x is the hidden state that `pooling`
     chooses. Without dense, activation and norm are none."""
@@ -291,7 +290,7 @@ class Classifier:
     pooling: Pooling = "cls"
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Encoder:
     """What a model has that reads a text at once, from both sides. It makes vectors, not answers, and its head is not
     used. The first norm is that of embeddings: their sum with a row of `positions` for each token, and one of
@@ -302,7 +301,7 @@ class Encoder:
     classifier: Classifier | None = None
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Block:
     """x += scale post_norm(mixer(norm(x))), then the same with the feed-forward part. A norm that is None is left out.
     Last, x is multiplied with the number `output_scale`."""
@@ -318,7 +317,7 @@ class Block:
     output_scale: Vector | None = None
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class MtpBlock:
     """Multi-token prediction: of the hidden state behind a token (after the last norm) and of the next token, the token
     behind that one. x = projection([norm(embedding), norm(hidden state)]); head(norm(block(x))), with the model's head.
@@ -331,7 +330,7 @@ class MtpBlock:
     norm: Vector
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Model:
     """A language model: a decoder, or an encoder."""
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
-from billfish.core.record import record
 
 Order = NDArray[np.int64]
 Numbers = NDArray[np.float32]
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Values:
     """A function of every number, for plain tensors, and its inverse."""
 
@@ -26,7 +25,7 @@ PLUS_ONE = Values(lambda x: x + np.float32(1), lambda x: x - np.float32(1))
 NEGATIVE_EXPONENTIAL = Values(lambda x: -np.exp(x), lambda x: np.log(-x))  # of -a, whose logarithm folders have
 
 
-@record(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Difference:
     """rows, columns: which row or column of the folder's matrix comes where in GGUF's; None: they are in one order.
     Where a folder has several matrices of GGUF as one, `rows` are those of one of them.

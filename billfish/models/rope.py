@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from billfish.core.errors import CheckpointError, bad_argument, failure
-from billfish.core.record import record
 from billfish.models.fields import CONFIG_CALL, Fields, positive, refuse, section
 
 ROTARY_FACTORS = "rope_freqs.weight"
@@ -28,7 +28,7 @@ ORIGINAL = "original_max_position_embeddings"
 # ---- tables of a model ---------------------------------------------------------------------------------------------
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Scaling:
     """How rotations reach further than the context of the training.
 
@@ -62,7 +62,7 @@ class Scaling:
         return frequencies / self.factor * ramp + frequencies * (1 - ramp)
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Rope:
     """A table of rotations. The first `size` numbers of a head rotate, in pairs: i and i + size / 2, or 2i and 2i + 1
     where they are `adjacent`. Pair j turns by base^(-2j / size) from one position to the next, before scaling.
@@ -136,7 +136,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
 OPTIONAL = {"yarn": (*YARN, "attention_factor", "mscale", "mscale_all_dim"), "longrope": ("factor", "attention_factor")}
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Rule:
     """What a config.json says of rotary positions.
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from billfish.checkpoints.tokenizer.tokenizer import CALL
 from billfish.core.errors import ModelError, failure
-from billfish.core.record import record
 
 FIELD = "billfish.tokenizer"
 # What the library `tokenizers` knows of added tokens: whether a token takes spaces before or behind it, is a whole word
@@ -20,7 +19,7 @@ FIELD = "billfish.tokenizer"
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Extras:
     """Settings of a tokenizer; None for what the other fields tell."""
 

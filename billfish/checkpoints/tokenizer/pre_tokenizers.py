@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from billfish.core.errors import ModelError, bad_argument
 from billfish.core.extras import require
-from billfish.core.record import record
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
@@ -37,7 +37,7 @@ SPELLINGS = {
 }
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Cut:
     """What a name of GGUF says about a byte-level tokenizer."""
 

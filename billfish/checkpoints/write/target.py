@@ -7,6 +7,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 from billfish.checkpoints.entry import Tensor
 from billfish.checkpoints.safetensors_files import KINDS
 from billfish.core.format import Format, Planes
-from billfish.core.record import record
 from billfish.core.storage import Array, Storage
 from billfish.core.tensor import QuantizedTensor
 
@@ -85,7 +85,7 @@ class Item(NamedTuple):
         return self.format.element.bits
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Piece:
     """Arrays that are made together and written one after the other."""
 
@@ -95,7 +95,7 @@ class Piece:
     work: int = 0  # how long it takes, where that is longer than copying it; in bytes that could be copied
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class OutputFile:
     """A header, and the pieces behind it."""
 

@@ -8,6 +8,7 @@ CUDA's pack.cu reads the same codes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,6 @@ from billfish.core.formats.ggml import BlockFormat, Nvfp4Gguf
 from billfish.core.formats.kquants import Q2_K, Q3_K, Iq4Xs, SixBitPairs
 from billfish.core.formats.meaning import E4M3, E8M0, PLAIN, TWO_LEVELS, WITH_MINIMUM, decodes_plainly, meaning
 from billfish.core.formats.word_packing import WordFormat
-from billfish.core.record import record
 
 # Block, and (run of bytes, bits) of each field of codes -> group, minimums (None: either way): layout/file_codes.h.
 CODE_LAYOUTS: dict[tuple[int, tuple[tuple[int, int], ...]], tuple[int, bool | None]] = {
@@ -47,7 +47,7 @@ SMALL_INTEGERS = {
 }
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Structure:
     """Where the codes and scales of a format are, in the words of layout/problem.h; scales as in Storage::Scales."""
 

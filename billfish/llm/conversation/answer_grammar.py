@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from billfish.core.record import record
 from billfish.llm.closed_schema import closed
 from billfish.llm.conversation.harmony import CHANNEL, CONSTRAIN, MESSAGE, START
 from billfish.llm.conversation.literals import CLOSING
@@ -20,7 +19,7 @@ WHITE_SPACE = r"[ \t\n]{0,16}"  # bounded: small models would otherwise write it
 Mode = Literal["auto", "required", "none"]
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Function:
     """What a model may call. parameters: their JSON schema. strict: arguments must satisfy it."""
 
@@ -35,7 +34,7 @@ class Function:
         return dict(NO_PARAMETERS) if not self.parameters else {"type": "object", **self.parameters}
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Wanted:
     """What an answer must be. calls: of these functions. mode: whether it must be a call ("required"), or may be.
     schema: of the answer that is no call; None for text. held: whether the model is told of further functions, which it

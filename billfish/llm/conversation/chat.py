@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from billfish.core.errors import DataError
-from billfish.core.record import record
 from billfish.llm.chat_template import RESERVED
 from billfish.llm.conversation.answer_grammar import Function, Mode, Wanted, answer_grammar
 from billfish.llm.conversation.chat_texts import ChatTexts
@@ -52,7 +51,7 @@ def cannot_be_used(field: str, error: DataError) -> FieldError:
     return FieldError(field, f"{field} cannot be used: {str(error).partition(': ')[2]}")
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class ToolChoice:
     """mode: whether a function may, must or must not be called. name: the one that must; a name is no mode, so that a
     function may be called "auto". allowed: the only ones that may, of all that the model is told of; None: any."""
@@ -66,7 +65,7 @@ class ToolChoice:
         return self.mode != "none" and self.name in (None, name) and (self.allowed is None or name in self.allowed)
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Turn:
     """A message. text: of its content. thought, calls: of an assistant's. result_of: the id of the call that a tool's
     message answers."""
@@ -79,7 +78,7 @@ class Turn:
     name: str | None = None
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Conversation:
     """What is asked of a model. place: the field that has the messages. tools_place: the one that has the functions.
     schema: of the answer, and the field that says so. text_grammar: of the answer, in GBNF or Lark, instead.
@@ -108,7 +107,7 @@ class Conversation:
         return [each for each in self.functions if self.choice.allows(each.name)]
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Prepared:
     """text: of the prompt. grammar: of the answer, and the field that says so. shown: control tokens that are text for
     the reader. schemas: of the functions that may be called. parallel: whether several may be."""

@@ -10,10 +10,10 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from billfish.core.errors import ModelError
-from billfish.core.record import record
 from billfish.llm.chat_template import ChatTemplate
 from billfish.llm.conversation.syntax import HARMONY, HERMES, CallSyntax, ChatSyntax, Marks, ThoughtSyntax
 
@@ -194,7 +194,7 @@ def _from_prompts(probe: _Probe) -> ThoughtSyntax | None:
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class _Written:
     """One call in a turn: where it is, and what is known of it."""
 

@@ -5,24 +5,22 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
-from billfish.core.record import record
 
-
-@record(frozen=True)
+@dataclass(frozen=True)
 class Text:
     """A piece of the answer's text."""
 
     text: str
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Thought:
     """A piece of what the model thinks before it answers."""
 
     text: str
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class CallBegin:
     """A call of a function begins. index: its number in the answer. Mistral's templates want an id of nine letters and
     digits."""
@@ -32,7 +30,7 @@ class CallBegin:
     id: str = field(default_factory=lambda: secrets.token_hex(5)[:9])
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class CallArguments:
     """A piece of a call's arguments, which are a JSON object."""
 
@@ -40,7 +38,7 @@ class CallArguments:
     text: str
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class CallEnd:
     """The call is complete."""
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
-
-from billfish.core.record import record
 
 # How arguments are written: as one JSON object; each as raw text between marks; or as literals, `name(key="value")`.
 ArgumentStyle = Literal["json", "tagged", "literal"]
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class Marks:
     """Text before and behind something. White space around them is as the template writes it."""
 
@@ -21,7 +20,7 @@ class Marks:
         return bool(self.start.strip() or self.end.strip())
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class ThoughtSyntax:
     """marks: around a thought, such as <think> and </think>. fields: of a message, from which the template writes its
     thought; "content" where it takes parts of type thinking, none where thoughts of earlier answers are left out."""
@@ -30,7 +29,7 @@ class ThoughtSyntax:
     fields: tuple[str, ...] = ()
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class CallSyntax:
     """How calls are written.
 
@@ -69,7 +68,7 @@ PYTHON_TAG = "<|python_tag|>"  # which Llama 3 may write before a call
 HERMES = CallSyntax("json", call=Marks("<tool_call>\n", "\n</tool_call>"), separator="\n", name_key="name")
 
 
-@record(frozen=True)
+@dataclass(frozen=True)
 class ChatSyntax:
     """What a template does with conversations.
 
