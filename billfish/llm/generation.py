@@ -203,7 +203,7 @@ class Generation(Iterator[str]):
         most = min(self._most - len(self.tokens) - 1, self._controller.length(kind))
         return kind, self._drafter.draft(self._sequence, most) if most > 0 else []
 
-    def _verify(self, drafted: list[int]) -> tuple[list[Choice], Sequence[int]]:
+    def _verify(self, drafted: list[int]) -> tuple[list[Choice], list[int]]:
         """Compute drafted tokens in one pass: those that the sampler chooses, and one more. Also which were tried."""
         cache = self._cache
         with cache.lock:
@@ -214,7 +214,7 @@ class Generation(Iterator[str]):
             passage = cache, self._sequence[-1:]
             step = self._decoder.submit([passage], [self._sampler], self._activations, [drafted])
             [chosen], [tried] = step.choices(), step.drafts
-            return chosen, tried
+            return chosen, list(tried)
 
     def _take(self, choice: Choice) -> None:
         """The next token of the answer."""
