@@ -11,7 +11,8 @@ import secrets
 import stat
 import sys
 import time
-from typing import TextIO
+from collections.abc import Mapping
+from typing import Any, TextIO
 
 from billfish.cli.model_arguments import (
     add_draft_arguments,
@@ -25,7 +26,9 @@ from billfish.cli.model_arguments import (
 from billfish.core.errors import DataError, ModelError, readable
 from billfish.core.files import read_text
 from billfish.core.terminal import Style
+from billfish.llm.chat_answer import EFFORT_NAMES, ChatAnswer
 from billfish.llm.chat_template import Message, start_process
+from billfish.llm.conversation.reader import PlainReader
 from billfish.llm.generation import Generation
 from billfish.llm.kv_cache import Cache
 from billfish.llm.model import Model
@@ -69,6 +72,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="TEXT",
         help="stop before TEXT would appear in the answer; may be repeated (default: none)",
+    )
+    parser.add_argument(
+        "--reasoning-effort",
+        choices=EFFORT_NAMES,
+        help="reasoning effort, for chat templates that know it; none turns thoughts off (default: that of the model)",
+    )
+    parser.add_argument(
+        "--reasoning-budget",
+        type=int,
+        metavar="N",
+        help="most tokens of thoughts; behind them the model goes on with its answer; -1 is no limit (default: -1)",
     )
     add_draft_arguments(parser)
     add_lora_argument(parser, "name of it; the last one answers")
@@ -126,6 +140,12 @@ def run(arguments: argparse.Namespace) -> None:
     chat = given is None and arguments.file is None and sys.stdin.isatty()
     if chat and arguments.json:
         raise DataError("run: A chat has no --json. Pass a prompt: -p TEXT, -f FILE or standard input.")
+    for option in ("reasoning_effort", "reasoning_budget"):
+        if arguments.raw and getattr(arguments, option) is not None:
+            name = f"--{option.replace('_', '-')}"
+            raise DataError(
+                f"run: {name} has no effect with --raw, which uses no chat template. Leave one of them out."
+            )
     for option, text in (("the prompt", given), ("--system", arguments.system)):
         _check_text(option, text or "")
     prompt = "" if chat else _prompt(given, arguments.file)
@@ -144,24 +164,24 @@ def run(arguments: argparse.Namespace) -> None:
         Chat(model, arguments).talk()
         return
     conversation = prompt if arguments.raw else [*_system(arguments), {"role": "user", "content": prompt}]
-    answer = _generate(model, arguments, conversation)
-    pieces, first_token = [], 0.0
+    answer = _answer(model, arguments, conversation)
+    first_token = 0.0
+    printer = Printer()
     try:
-        for text in answer:
+        for delta in answer:
             first_token = first_token or time.perf_counter() - started
-            pieces.append(text)
             if not arguments.json:
-                print(text, end="", flush=True)
+                printer.show(delta)
     except KeyboardInterrupt:
         if not arguments.json:
             print(" …")
         raise
     first_token = first_token or time.perf_counter() - started
     if arguments.json:
-        print(json.dumps(_record("".join(pieces), answer, first_token, model)))
+        print(json.dumps(_record(answer, first_token, model)))
     else:
         print()
-        print_rates(answer, model, arguments.context, first_token)
+        print_rates(answer.generation, model, arguments.context, first_token)
 
 
 def model_and_prompt(arguments: argparse.Namespace) -> tuple[str | None, str | None]:
@@ -220,34 +240,57 @@ def _system(arguments: argparse.Namespace) -> list[Message]:
     return [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
 
 
-def _generate(
+def _answer(
     model: Model, arguments: argparse.Namespace, prompt: str | list[Message], cache: Cache | None = None
-) -> Generation:
+) -> ChatAnswer:
+    """The answer to a conversation, or to a text that is continued as it is. Nothing is decoded yet."""
     a = arguments
-    tokens, context = model.encode(prompt, a.raw), a.context or model.config.context
-    if len(tokens) > context:
-        longer = (
-            "" if context == model.config.context else f", or raise --context: the model has {model.config.context}"
-        )
-        got = f"The prompt has {len(tokens)} tokens, and the context {context}"
-        raise ModelError(f"run: {got}. Shorten the prompt{longer}.")
-    return model.stream(
-        tokens,
-        max_tokens=min(a.max_tokens, context - len(tokens) + 1) if a.context else a.max_tokens,
-        seed=secrets.randbits(32) if a.seed is None else a.seed,
-        stop=a.stop,
-        draft=a.draft,
-        draft_length=a.draft_length,
-        activations=a.activations,
-        cache=cache,
-        adapter=a.lora[-1][0] if a.lora else None,
-        **with_defaults(sampling_defaults(model), {name: getattr(a, name) for name in SETTINGS}),  # type: ignore[arg-type]
-    )
+    settings: dict[str, Any] = {
+        "max_tokens": a.max_tokens,
+        "seed": secrets.randbits(32) if a.seed is None else a.seed,
+        "stop": a.stop,
+        "draft": a.draft,
+        "draft_length": a.draft_length,
+        "activations": a.activations,
+        "cache": cache,
+        "adapter": a.lora[-1][0] if a.lora else None,
+        **with_defaults(sampling_defaults(model), {name: getattr(a, name) for name in SETTINGS}),
+    }
+    if isinstance(prompt, str):
+        answer = ChatAnswer(model.stream(prompt, raw=True, **settings), PlainReader())
+    else:
+        effort, budget = a.reasoning_effort, a.reasoning_budget
+        answer = model.chat_stream(prompt, reasoning_effort=effort, reasoning_budget=budget, **settings)
+    if a.context is not None:
+        if answer.generation.prompt_tokens > a.context:
+            got = f"The prompt has {answer.generation.prompt_tokens} tokens, and the context {a.context}"
+            fix = f"Shorten the prompt, or raise --context: the model has {model.config.context}"
+            raise ModelError(f"run: {got}. {fix}.")
+        answer.generation.limit_context(a.context)
+    return answer
 
 
-def _record(text: str, answer: Generation, first_token: float, model: Model) -> dict[str, object]:
+class Printer:
+    """Prints an answer as it comes: its text on standard output, what the model thinks on standard error."""
+
+    def __init__(self) -> None:
+        self._style, self._thinks = Style(sys.stderr), False
+
+    def show(self, delta: Mapping[str, Any]) -> None:
+        """The next piece, as OpenAI's streams have it."""
+        if thought := delta.get("reasoning_content"):
+            print(self._style(thought, "dim"), end="", file=sys.stderr, flush=True)
+        elif self._thinks:
+            print("\n", file=sys.stderr, flush=True)
+        self._thinks = bool(thought)
+        print(delta.get("content") or "", end="", flush=True)
+
+
+def _record(said: ChatAnswer, first_token: float, model: Model) -> dict[str, object]:
+    answer = said.generation
     return {
-        "text": text,
+        "text": said.content,
+        "reasoning_content": said.reasoning_content,
         "finish_reason": answer.finish_reason,
         "prompt_tokens": answer.prompt_tokens,
         "generated_tokens": len(answer.tokens),
@@ -385,20 +428,19 @@ class Chat:
         messages = [*self._messages, {"role": "user", "content": said}]
         prompt = said if self._arguments.raw else messages
         try:
-            answer = _generate(self._model, self._arguments, prompt, cache=self._cache)
+            answer = _answer(self._model, self._arguments, prompt, cache=self._cache)
         except ModelError as error:  # such as a history that has outgrown the context
             print(f"billfish: {str(error).rstrip('.')}. Started a new conversation.", file=sys.stderr)
             self._messages = self._start
             return
-        pieces = []
+        printer = Printer()
         try:
-            for text in answer:
-                pieces.append(text)
-                print(text, end="", flush=True)
+            for delta in answer:
+                printer.show(delta)
         except KeyboardInterrupt:
             print(" …", end="")
         except ModelError as error:  # such as a GPU without memory for more
             print(f"\nbillfish: {error}", file=sys.stderr)
         print()
-        print_rates(answer, self._model, self._arguments.context)
-        self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+        print_rates(answer.generation, self._model, self._arguments.context)
+        self._messages = [*messages, answer.message]

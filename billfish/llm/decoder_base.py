@@ -290,7 +290,8 @@ class Decoder(ABC):
         if not tokens:
             raise ModelError(bad_argument(call, "prompt", "empty", "at least one token"))
         if len(tokens) > context:
-            raise ModelError(failure(call, f"prompt has {len(tokens)} tokens; the model's context is {context}"))
+            problem = f"prompt has {len(tokens)} tokens; the model's context is {context}"
+            raise ModelError(failure(call, problem, "Shorten the prompt."))
         self.check_tokens(call, "prompt", tokens)
 
     @contextmanager

@@ -121,6 +121,13 @@ class Generation(Iterator[str]):
         words = {None: "", "stop": "end", "length": "context" if self.context_full else "length"}
         return words[self.finish_reason]
 
+    def limit_context(self, most: int) -> None:
+        """Let the prompt and the answer have `most` tokens together, no fewer than the prompt has. Call it before the
+        first token."""
+        room = most - self.prompt_tokens + 1  # the last token is in no cache
+        if room < self._most:
+            self._most, self._is_cut_by_context = room, True
+
     @property
     def prompt_rate(self) -> float:
         """Prefill speed, in tokens per second."""

@@ -70,9 +70,9 @@ def test_the_newline_of_echo_is_no_part_of_the_prompt(path, capsys, monkeypatch)
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_why_an_answer_ended(path, reason):
     model = load(path)
-    answer = model.generate("ab", max_tokens=1)
-    answer.finish_reason = reason
-    assert run._record("", answer, 0.0, model)["finish_reason"] == reason
+    answer = model.chat([{"role": "user", "content": "ab"}], max_tokens=1)
+    answer.generation.finish_reason = reason
+    assert run._record(answer, 0.0, model)["finish_reason"] == reason
 
 
 def test_a_chat_is_no_json(path, capsys, monkeypatch):
@@ -81,6 +81,76 @@ def test_a_chat_is_no_json(path, capsys, monkeypatch):
     error = capsys.readouterr().err
     assert "--json" in error
     assert "-p TEXT" in error
+
+
+# ---- thoughts -------------------------------------------------------------------------------------------------------
+
+THINKING = (
+    "{% for message in messages %}<|{{ message.role }}|>{% if message.reasoning_content %}<think>\n"
+    "{{ message.reasoning_content }}\n</think>\n\n{% endif %}{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{{ reasoning_effort }}<think>\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory):
+    """A random model, whose thoughts never end by themselves."""
+    file = tmp_path_factory.mktemp("models") / "thinking.gguf"
+    write_model(file, Small(template=THINKING, context=512))
+    return file
+
+
+def test_effort_and_budget_are_those_of_model_chat(thinking, capsys):
+    words = ["run", str(thinking), "-p", "abba", "-n", "60", "--temperature", "0", "--json"]
+    told = {}
+    for effort, budget in ((None, None), ("high", None), ("none", None), (None, 4), ("high", 0), (None, -1)):
+        options = [] if effort is None else ["--reasoning-effort", effort]
+        assert main([*words, *options, *([] if budget is None else ["--reasoning-budget", str(budget)])]) == 0
+        told[effort, budget] = found = json.loads(capsys.readouterr().out)
+        expected = load(thinking).chat(
+            [{"role": "user", "content": "abba"}],
+            max_tokens=60,
+            temperature=0,
+            reasoning_effort=effort,
+            reasoning_budget=budget,
+        )
+        assert (found["text"], found["reasoning_content"]) == (expected.content, expected.reasoning_content)
+    assert told[None, None] == told[None, -1] | {name: told[None, None][name] for name in RATES}
+    assert told["high", None]["prompt_tokens"] == told[None, None]["prompt_tokens"] + len("high")
+    assert not told[None, None]["text"]
+    assert not told["none", None]["reasoning_content"]
+    assert told["none", None]["text"]
+    assert len(told[None, 4]["reasoning_content"]) <= 4
+    assert told[None, 4]["text"]
+
+
+RATES = ("prompt_tok_per_s", "generation_tok_per_s", "time_to_first_token_s")
+
+
+def test_thoughts_are_no_part_of_standard_output(thinking, capsys):
+    words = ["run", str(thinking), "-p", "abba", "-n", "60", "--temperature", "0", "--reasoning-budget", "4"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert shown.out == found["text"] + "\n"
+    assert shown.err.startswith(found["reasoning_content"] + "\n")
+
+
+def test_a_chat_keeps_thoughts_apart(thinking, monkeypatch, capsys):
+    chat = run.Chat(load(thinking), parser_of("run").parse_args(["-n", "40", "--reasoning-budget", "4"]))
+    chat.answer("abba")
+    told = chat._messages[-1]
+    assert told["reasoning_content"] in capsys.readouterr().err
+    assert "think" not in told["content"]
+
+
+@pytest.mark.parametrize("option", ["--reasoning-effort none", "--reasoning-budget 4"])
+def test_a_raw_prompt_has_no_effort(path, option, capsys):
+    assert main(["run", str(path), "-p", "ab", "--raw", *option.split()]) == 2
+    error = capsys.readouterr().err
+    assert option.split()[0] in error
+    assert "--raw" in error
 
 
 # ---- without a template ---------------------------------------------------------------------------------------------
