@@ -101,15 +101,22 @@ inline int spread_of(int64_t k) { return std::min(EXACT_SPREAD + 63 - __builtin_
 // Where values differ by more, none goes in digits: next to the largest of them, minimums and zero points would drown the others.
 constexpr int DROWNING_SPREAD = 20;
 
-// A block of 32 values of x / 2^power, in four digits to the base of 256. The sums of products with codes are exact. A block is wide
-// where digits do not hold all of its values well enough: then those that they do not hold exactly, or all 32, stay float32.
-inline void quantize_exactly(const float* x, int power, int spread, const RowOfX& out, int64_t b) {
-  uint32_t largest = 0, smallest = ~0u;  // of values that are not 0: 0 is more than all others when 1 is taken off
+// The magnitudes of a block of 32 values, as bits: the largest, and the smallest of those that are not 0, less 1.
+struct Magnitudes { uint32_t largest, smallest; };
+inline Magnitudes magnitudes_of(const float* x) {
+  uint32_t largest = 0, smallest = ~0u;  // 0 is more than all others when 1 is taken off
 #pragma GCC unroll 8
   for (int i = 0; i < 32; i++) {
     const uint32_t magnitude = float_to_bits(x[i]) & 0x7fffffff;
     largest = std::max(largest, magnitude), smallest = std::min(smallest, magnitude - 1);
   }
+  return {largest, smallest};
+}
+
+// A block of 32 values of x / 2^power, in four digits to the base of 256. The sums of products with codes are exact. A block is wide
+// where digits do not hold all of its values well enough: then those that they do not hold exactly, or all 32, stay float32.
+inline void quantize_exactly(const float* x, Magnitudes magnitudes, int power, int spread, const RowOfX& out, int64_t b) {
+  const auto [largest, smallest] = magnitudes;
   const int top = largest ? exponent_of(largest) : power, bottom = largest ? exponent_of(smallest + 1) : power;
   const bool drowning = top == 128 || top < power - 96 || bottom < top - DROWNING_SPREAD, wide = drowning || bottom < top - spread;
   const float divide = power_of_two(-power);
@@ -167,8 +174,12 @@ inline void quantize_row(const float* x, int64_t k, const Activations8& all, int
   each_batch(x, k, all.span, first, last, [&](const float* blocks, int64_t b, int count) {
     if (all.digits == 1) quantize_blocks<1>(blocks, divide, out, b, count);
     else if (all.digits == 2) quantize_blocks<2>(blocks, divide, out, b, count);
-    else
-      for (int i = 0; i < count; i++) quantize_exactly(blocks + i * 32, power, spread, out, b + i);
+    else {
+      // All magnitudes first: the many steps that each of them takes do not wait for another block's.
+      Magnitudes magnitudes[BATCH];
+      for (int i = 0; i < count; i++) magnitudes[i] = magnitudes_of(blocks + i * 32);
+      for (int i = 0; i < count; i++) quantize_exactly(blocks + i * 32, magnitudes[i], power, spread, out, b + i);
+    }
   });
 }
 

@@ -173,6 +173,9 @@ template <int K> Floats look_up_byte(const FloatTable& table, Bytes index) {
   return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
 }
 inline FourFloats look_up(const FloatTable& table, Bytes index) {
+#if defined(__clang__)  // would decode what makes the index four times, and spill a sum for it
+  asm("" : "+x"(index));
+#endif
   return {{look_up_byte<0>(table, index), look_up_byte<1>(table, index), look_up_byte<2>(table, index), look_up_byte<3>(table, index)}};
 }
 
