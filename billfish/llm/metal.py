@@ -9,7 +9,6 @@ Rows of all sequences share the matmuls. Attention and recurrent mixers go seque
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +25,7 @@ from billfish.core.errors import DataError, ModelError, bad_argument, failure
 from billfish.core.typing import Activations
 from billfish.llm.decoder_base import Decoder, Passage
 from billfish.llm.kv_cache import Cache, Floats
-from billfish.llm.metal_cache import MetalCache
+from billfish.llm.metal_cache import KeysAndValues, MetalCache
 from billfish.llm.metal_parts import MetalBlock, Parts, Pass, Residual, Span
 from billfish.llm.metal_sampler import next_tokens
 from billfish.llm.model_weights import ModelTensors
@@ -38,12 +37,12 @@ CHUNK = 512  # rows of a prompt at once
 
 
 class Ahead(NamedTuple):
-    """A decode step that was submitted before anybody asked for it, and what has to be asked for."""
+    """A decode step that was submitted before anybody asked for it. keys: of each cache, which has others once it holds
+    another text."""
 
-    cache: weakref.ref[MetalCache]
-    position: int
-    token: mx.array
-    span: Span
+    spans: list[Span]
+    keys: list[dict[int, KeysAndValues]]
+    tokens: mx.array
     hidden: mx.array
 
 
@@ -105,22 +104,27 @@ class MetalDecoder(Decoder):
         self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
     ) -> list[int]:
         with self._working(passages, activations):
-            on_host = any(sampler.needs_scores or sampler.how.min_p > 0 for sampler in samplers)
-            alone = len(passages) == len(samplers) == 1 and not on_host
-            last = self._take_ahead(passages[0]) if alone else None
-            if last is None:
-                last = self._last_rows(passages)
+            hidden, caches = self._last_rows(passages), [cache for cache, _ in passages]
             if not samplers:
                 return []
-            logits = self._logits(last[: len(samplers)])
+            on_host = any(sampler.needs_scores or sampler.how.min_p > 0 for sampler in samplers)
+            with _reset_by_errors(caches):
+                logits = self._logits(hidden[: len(samplers)])
+                if on_host:
+                    scores = np.array(logits)
+                else:
+                    chosen = next_tokens(logits, samplers)
+                    mx.async_eval(chosen)  # type: ignore[no-untyped-call]
+                    ahead = self._describe_next(caches[: len(samplers)], chosen)
+                    tokens = [int(token) for token in np.array(chosen)]
+                    if ahead is not None:
+                        mx.async_eval(ahead.hidden, [span.after for span in ahead.spans])  # type: ignore[no-untyped-call]
             if on_host:
-                return [sampler.choose(row) for sampler, row in zip(samplers, np.array(logits), strict=True)]
-            chosen = next_tokens(logits, samplers)
+                return [sampler.choose(row) for sampler, row in zip(samplers, scores, strict=True)]
             for sampler in samplers:
                 sampler.move_on()
-            if alone:
-                self._begin_next(passages[0][0], chosen)
-            return [int(token) for token in np.array(chosen)]
+            self._ahead = ahead
+            return tokens
 
     def rows_alike(self, activations: Activations | None) -> int:
         """As many rows as share weights in our kernels, where all of a row's numbers come from them or from itself."""
@@ -146,9 +150,13 @@ class MetalDecoder(Decoder):
 
     def _last_rows(self, passages: Sequence[Passage]) -> mx.array:
         """The hidden state behind the last token of each passage."""
-        last: dict[int, mx.array] = {}
-        for start in range(0, max(len(tokens) for _, tokens in passages), self.chunk):
-            parts = {i: (cache, some[start : start + self.chunk]) for i, (cache, some) in enumerate(passages)}
+        ahead, rows = self._take_ahead(passages)
+        if ahead is not None and rows == {i: i for i in range(len(passages))} and len(rows) == len(ahead):
+            return ahead
+        last = {} if ahead is None else {i: ahead[row] for i, row in rows.items()}
+        others = {i: passage for i, passage in enumerate(passages) if i not in last}
+        for start in range(0, max((len(tokens) for _, tokens in others.values()), default=0), self.chunk):
+            parts = {i: (cache, some[start : start + self.chunk]) for i, (cache, some) in others.items()}
             parts = {i: part for i, part in parts.items() if part[1]}
             hidden = self._feed(list(parts.values()))
             ends = np.cumsum([len(tokens) for _, tokens in parts.values()])
@@ -190,40 +198,44 @@ class MetalDecoder(Decoder):
 
     def _finish(self, hidden: mx.array, spans: list[Span], tokens: Sequence[list[int]]) -> None:
         """Compute what a pass has described, and let the caches hold it."""
-        try:
+        with _reset_by_errors([span.cache for span in spans]):
             mx.eval(
                 hidden,
                 [span.after for span in spans],
                 [[held.both for held in span.cache.keys.values()] for span in spans],
             )
-        except BaseException:
-            for span in spans:
-                span.cache.reset()  # keys may be half-written
-            raise
         for span, own in zip(spans, tokens, strict=True):
-            span.cache.take(own, span.cuts, span.after, set(self.ends_in(span.start, own)))
+            self._take(span, own)
+
+    def _take(self, span: Span, tokens: list[int]) -> None:
+        span.cache.take(tokens, span.cuts, span.after, set(self.ends_in(span.start, tokens)))
 
     # ---- one step ahead ----------------------------------------------------------------------------------------------
 
-    def _begin_next(self, cache: Cache, chosen: mx.array) -> None:
-        """Submit the next step before its token is read. Keys that nobody asks for later are overwritten."""
-        assert isinstance(cache, MetalCache)
-        if len(cache.tokens) < self.config.context:
-            span = self._span(cache, 0, 1, [])
-            hidden = self._forward(chosen, [span])
-            mx.async_eval(hidden)  # type: ignore[no-untyped-call]
-            self._ahead = Ahead(weakref.ref(cache), span.start, chosen, span, hidden)
+    # MLX writes keys in place unless a launch that is under way reads them. So the graph of the next step is described
+    # while this step runs, and submitted when its token is there, which is when nothing reads keys any more.
 
-    def _take_ahead(self, passage: Passage) -> mx.array | None:
-        """The hidden state of the step that was submitted, if it is the one that is asked for."""
-        (cache, tokens), ahead = passage, self._ahead
-        self._ahead = None
-        if ahead is None or ahead.cache() is not cache or ahead.position != len(cache.tokens):
+    def _describe_next(self, caches: Sequence[Cache], chosen: mx.array) -> Ahead | None:
+        """The step behind the tokens that are being chosen. Keys that nobody asks for later are overwritten."""
+        if any(len(cache.tokens) >= self.config.context for cache in caches):
             return None
-        if len(tokens) != 1 or int(np.array(ahead.token)[0]) != tokens[0]:
-            return None
-        self._finish(ahead.hidden, [ahead.span], [tokens])
-        return ahead.hidden
+        spans = [self._span(cast("MetalCache", cache), row, 1, []) for row, cache in enumerate(caches)]
+        return Ahead(spans, [span.cache.keys for span in spans], chosen, self._forward(chosen, spans))
+
+    def _take_ahead(self, passages: Sequence[Passage]) -> tuple[mx.array | None, dict[int, int]]:
+        """The hidden states of the step that was submitted, and which of its rows each passage asks for, by number.
+        The caches hold those tokens then. Rows of sequences that have ended are nobody's."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None, {}
+        chosen, found = np.array(ahead.tokens).tolist(), {}
+        for number, (cache, tokens) in enumerate(passages):
+            for row, (span, keys) in enumerate(zip(ahead.spans, ahead.keys, strict=True)):
+                same = span.cache is cache and span.cache.keys is keys and span.start == len(cache.tokens)
+                if same and tokens == [chosen[row]]:
+                    self._take(span, tokens)
+                    found[number] = row
+        return ahead.hidden, found
 
     # ---- the model ---------------------------------------------------------------------------------------------------
 
@@ -254,3 +266,14 @@ class MetalDecoder(Decoder):
         scores = self._head(self._parts.norm(x, self._last_norm))
         cap = self.config.logit_cap
         return cap * mx.tanh(scores / cap) if cap else scores
+
+
+@contextmanager
+def _reset_by_errors(caches: Sequence[Cache]) -> Iterator[None]:
+    """Whatever is raised leaves caches empty: keys may be half-written."""
+    try:
+        yield
+    except BaseException:
+        for cache in caches:
+            cast("MetalCache", cache).reset()
+        raise

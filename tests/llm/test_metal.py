@@ -153,6 +153,91 @@ def test_a_step_ahead_is_not_taken_for_another_text(pair):
     assert metal.generate(TOKENS[:9], cache=cache, **how).tokens == first
 
 
+def passes(decoder, monkeypatch) -> list[int]:
+    """The rows of every pass from now on."""
+    rows, forward = [], decoder._forward
+
+    def counted(tokens, spans):
+        rows.append(len(tokens))
+        return forward(tokens, spans)
+
+    monkeypatch.setattr(decoder, "_forward", counted)
+    return rows
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_batch_takes_its_step_ahead(pair, name, monkeypatch):
+    """Also those that go on when one of them has ended, and beside the prompt of another."""
+    cpu, metal = pair(name)
+    metal.decoder.set_cache_type("float32")
+    prompts = [TOKENS[:9], TOKENS[:3], TOKENS[2:7]]
+
+    def answers(model) -> list[list[int]]:
+        caches, going, found = [model.cache() for _ in prompts], [[0, 1]] * 2 + [[1]] * 2 + [[1, 2]] * 2, [[], [], []]
+        for numbers in going:
+            fed = [(caches[i], found[i][-1:] or prompts[i]) for i in numbers]
+            samplers = [Sampling(temperature=0).sampler(prompts[i]) for i in numbers]
+            for i, token in zip(numbers, model.decoder.choose(fed, samplers, "exact"), strict=True):
+                found[i].append(token)
+        return found
+
+    rows = passes(metal.decoder, monkeypatch)
+    assert answers(metal) == answers(cpu)
+    # Prompts of two, their next step, the one whose first row nobody asks for; the other's alone; a prompt, and both.
+    assert rows == [12, 2, 2, 1, 1, 5, 2, 2]
+
+
+def test_a_token_does_not_wait_for_the_step_behind_it(pair, monkeypatch):
+    """MLX has an array when all that was submitted with it is there; and what runs may not read keys that the next
+    step writes, or MLX copies them all."""
+    _, metal = pair("gpt-oss")
+    log, asarray, submit = [], np.array, mx.async_eval
+
+    def read(x, *given):
+        if isinstance(x, mx.array) and x.shape == (1,) and x.dtype == mx.uint32:
+            log.append("read")
+        return asarray(x, *given)
+
+    monkeypatch.setattr(np, "array", read)
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: log.append(f"submit {arrays[0].ndim}") or submit(*arrays))
+    forward = metal.decoder._forward
+    monkeypatch.setattr(metal.decoder, "_forward", lambda *given: log.append("describe") or forward(*given))
+    cache, sampler = metal.cache(), Sampling(temperature=0).sampler([])
+    token = metal.decoder.choose([(cache, TOKENS[:5])], [sampler], None)
+    log.clear()
+    metal.decoder.choose([(cache, token)], [sampler], None)
+    assert log == ["read", "submit 1", "describe", "read", "submit 2"]
+
+
+def test_a_step_that_fails_leaves_its_caches_empty(pair, monkeypatch):
+    _, metal = pair("qwen35")
+    caches, samplers = [metal.cache() for _ in range(2)], [Sampling(temperature=0).sampler([]) for _ in range(2)]
+    first = metal.decoder.choose([(cache, TOKENS[:5]) for cache in caches], samplers, None)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the GPU has gone")
+
+    fed = [(cache, [token]) for cache, token in zip(caches, first, strict=True)]
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "async_eval", fail)
+        with pytest.raises(RuntimeError, match="gone"):
+            metal.decoder.choose(fed, samplers, None)
+    assert [cache.tokens for cache in caches] == [[], []]
+    assert metal.decoder.choose([(cache, TOKENS[:5]) for cache in caches], samplers, None) == first
+
+
+def test_a_cache_that_was_given_another_text_takes_no_step_of_the_one_before(pair):
+    """Of the same length, and with the same token behind it."""
+    _, metal = pair("llama3")
+    decoder, sampler, cache, other = metal.decoder, Sampling(temperature=0).sampler([]), metal.cache(), metal.cache()
+    decoder.run([(other, TOKENS[10:15])], None)
+    token = decoder.choose([(metal.cache(), TOKENS[:5])], [sampler], None)
+    expected = decoder.run([(other.copy(), token)], None)
+    assert decoder.choose([(cache, TOKENS[:5])], [sampler], None) == token
+    cache.begin_as(other, 5)
+    assert np.array_equal(np.array(decoder._last_rows([(cache, token)])), expected)
+
+
 @pytest.mark.parametrize(
     "how", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 20, "top_p": 0.5}, {"temperature": 0.3}, {"temperature": 0}]
 )
