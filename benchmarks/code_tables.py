@@ -180,7 +180,7 @@ MEANING = {
     "logprobs": "chat: true or false; completions: number of alternatives",
     "top_logprobs": "alternatives per token, with `logprobs`",
     "tools": "functions; `strict` ones are held by a grammar",
-    "tool_choice": "none, auto, required, or one function",
+    "tool_choice": "none, auto, required, one function, or some of them (`allowed_tools`)",
     "response_format": "text, json_object or json_schema",
     "echo": "the prompt before its answer, with its `logprobs`",
     "parallel_tool_calls": "false: at most one call",

@@ -191,13 +191,15 @@ def test_which_kernel_runs_on_metal():
         "9 and more, fewer than 256 tiles": [(9, 4096), (64, 32 * 255)],
         "9 and more, 256 tiles and more": [(64, 32 * 256), (4096, 4096)],
         "9 and more": [(9, 64), (512, 14336)],
+        "9 and more, on an M5": [(9, 64), (512, 14336)],
     }
     found = rows("docs/metal.md", "| M | x | kernel |")
     assert [m for m, *_ in found] == list(shapes)
     for m, x, kernel, files, _ in found:
         for rows_of_x, n in shapes[m]:
             for size in {"any": (2, 4), "16 bits": (2,), "float32": (4,)}[x]:
-                chosen = KERNELS[launch(choose_kernel(rows_of_x, n, 4096, size), rows_of_x, n, 4096).kernel]
+                name = choose_kernel(rows_of_x, n, 4096, size, matrix_units="M5" in m)
+                chosen = KERNELS[launch(name, rows_of_x, n, 4096).kernel]
                 assert f"`{chosen.pattern.format('*')}`" in kernel
                 assert f"`{chosen.body}`" in files
     for pairs, x, kernel, file in rows("docs/metal.md", "| (token, expert) pairs |"):
