@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         default="auto",
         metavar="DEVICE",
-        help="cpu, cuda, cuda:N, or auto: the first NVIDIA GPU if it can calibrate the model, else the CPU "
+        help="cpu, cuda, cuda:N, metal, or auto: the first GPU if it can calibrate the model, else the CPU "
         "(default: auto)",
     )
     parser.add_argument("--force", action="store_true", help="replace STATS if it exists (default: off)")

@@ -35,7 +35,6 @@ from billfish.llm.cuda_steps import CudaSteps, Fed, Scratch
 from billfish.llm.cuda_weights import GpuWeights
 from billfish.llm.kv_cache import Floats
 from billfish.llm.model_weights import ModelTensors
-from billfish.models.description import Attention, Dense, Model
 from billfish.ops.matmul import dequantize
 from billfish.statistics.inputs import CALL, InputStatistics
 
@@ -43,21 +42,9 @@ from billfish.statistics.inputs import CALL, InputStatistics
 ObserveRows = Callable[[int, int, int, DeviceRows], object]
 
 
-def why_not(model: Model) -> str:
-    """What of a model cannot be observed on a GPU, or ""."""
-    if model.encoder is not None:
-        return "encoders"
-    if model.per_layer_embedding is not None:
-        return "models with embeddings per layer"
-    if any(isinstance(block.mixer, Attention) and block.mixer.shares is not None for block in model.blocks):
-        return "models whose layers share keys and values"
-    if any(not isinstance(block.feed_forward, Dense) for block in model.blocks):
-        return "mixtures of experts"
-    return ""
-
-
 class CudaLayers:
-    """tensors: of a model that `why_not` says nothing about. It has the tensors that it has when a layer is read."""
+    """tensors: of a model that `devices.why_not_layers` says nothing about. It has the tensors that it has when a layer
+    is read."""
 
     def __init__(self, tensors: ModelTensors, ordinal: int) -> None:
         gpu = device(ordinal)

@@ -15,7 +15,7 @@ from billfish.core.extras import how_to_install
 from billfish.core.machine import memory_bytes
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.model_weights import CALL, ModelTensors
-from billfish.models.description import Model
+from billfish.models.description import Attention, Dense, Model
 
 LOG = logging.getLogger(__name__)
 DEVICES = "cpu, cuda, cuda:N, metal, metal-emulator, or auto (the first GPU, else the CPU)"
@@ -68,21 +68,28 @@ def make_decoder(device: str, tensors: ModelTensors) -> Decoder:
 
 
 def device_of_layers(call: str, device: str, model: Model) -> str:
-    """Where a text runs through a model layer by layer, as for statistics: "cpu" or "cuda:N". Of "auto", a GPU if it
-    can; another device that cannot is an error."""
-    chosen, reason = chosen_device(device), ""
-    if chosen in METAL:
-        reason = f"{chosen} cannot calibrate"
-    elif chosen != "cpu":
-        from billfish.llm.cuda_layers import why_not
-
-        strange = why_not(model)
-        reason = f"{chosen} cannot calibrate {strange}" if strange else ""
+    """Where a text runs through a model layer by layer, as for statistics: "cpu", "cuda:N" or "metal". Of "auto", a GPU
+    if it can; another device that cannot is an error."""
+    chosen, strange = chosen_device(device), why_not_layers(model)
+    reason = f"{chosen} cannot calibrate {strange}" if strange and chosen != "cpu" else ""
     if reason and device != "auto":
         raise BackendUnavailable(failure(call, reason, "Use device cpu."))
     if reason:
         LOG.info("%s: %s; the CPU does", call, reason)
     return "cpu" if reason else chosen
+
+
+def why_not_layers(model: Model) -> str:
+    """What of a model cannot be observed on a GPU, or ""."""
+    if model.encoder is not None:
+        return "encoders"
+    if model.per_layer_embedding is not None:
+        return "models with embeddings per layer"
+    if any(isinstance(block.mixer, Attention) and block.mixer.shares is not None for block in model.blocks):
+        return "models whose layers share keys and values"
+    if any(not isinstance(block.feed_forward, Dense) for block in model.blocks):
+        return "mixtures of experts"
+    return ""
 
 
 def chosen_device(device: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -153,6 +154,34 @@ class MetalBlock:
         if self._output_scale is not None:
             x.multiply(self._output_scale)
 
+    def watch(self, see: Callable[[int, mx.array], object]) -> None:
+        """Have `see` told of what the products multiply: see(number, x), numbered as `LayerInput` of the CPU's decoder.
+        Of a block whose feed-forward part is dense."""
+        mixer, feed_forward = self._mixer, self._feed_forward
+        products = ((mixer, mixer.first), (mixer, "_output"), (feed_forward, "_gate_up"), (feed_forward, "_down"))
+        for number, (part, name) in enumerate(products):
+            setattr(part, name, Watched(getattr(part, name), partial(see, number)))
+
+
+class Watched:
+    """A product whose inputs somebody sees."""
+
+    def __init__(self, product: Any, see: Callable[[mx.array], object]) -> None:
+        self._product, self._see = product, see
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        sizes: tuple[int, ...] = self._product.sizes
+        return sizes
+
+    def __call__(self, x: mx.array) -> Any:
+        self._see(x)
+        return self._product(x)
+
+    def together(self, x: mx.array) -> Any:
+        self._see(x)
+        return self._product.together(x)
+
 
 class LayerInput:
     """Gemma's input per layer: see description.PerLayerInput."""
@@ -172,6 +201,8 @@ class LayerInput:
 
 class AttentionPart:
     """Grouped-query attention. Sequences share the matmuls, and each attends by itself."""
+
+    first = "_qkv"  # the product with x
 
     def __init__(self, parts: Parts, about: Attention) -> None:
         self._parts, self._about = parts, about
@@ -306,6 +337,8 @@ def _pieces(cuts: tuple[int, ...]) -> Iterator[slice]:
 class DeltaNetPart:
     """A gated delta net: see description.GatedDeltaNet."""
 
+    first = "_products"
+
     def __init__(self, parts: Parts, about: GatedDeltaNet) -> None:
         self._parts, self._about = parts, about
         self._products = parts.packer.joined([about.qkv, about.z, about.beta, about.alpha])
@@ -349,6 +382,8 @@ def _length_one(x: mx.array) -> mx.array:
 class Mamba2Part:
     """The scan of Mamba-2: see description.Mamba2."""
 
+    first = "_projection"
+
     def __init__(self, parts: Parts, about: Mamba2) -> None:
         self._parts, self._about = parts, about
         self._projection, self._output = parts.packer.linear(about.projection), parts.packer.linear(about.output)
@@ -390,6 +425,8 @@ class Mamba2Part:
 
 class ShortConvolutionPart:
     """Two gates around a causal convolution: see description.ShortConvolution."""
+
+    first = "_projection"
 
     def __init__(self, parts: Parts, about: ShortConvolution) -> None:
         self._parts = parts

@@ -44,7 +44,7 @@ from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.version import __version__
 from billfish.llm.cpu import EXPERT_INPUT, CpuDecoder, Enough, Observe, inputs_of
-from billfish.llm.devices import device_of_layers
+from billfish.llm.devices import METAL, device_of_layers
 from billfish.llm.model import load
 from billfish.llm.model_files import open_source
 from billfish.llm.model_weights import ExpertTensor, ModelTensors, Tensor
@@ -72,7 +72,7 @@ EMBEDDING_INPUT = -1  # of the first layer: rows of the embedding, which a model
 
 
 class LayerDecoder(Protocol):
-    """What runs layers: a CpuDecoder, with rows [rows, K] of NumPy, or CudaLayers, with DeviceRows."""
+    """What runs layers: a CpuDecoder or MetalLayers, with rows [rows, K] of NumPy, or CudaLayers, with DeviceRows."""
 
     chunk: int
 
@@ -120,7 +120,7 @@ class Calibration:
     hessian: bool
     sources: Identity
     formats: Mapping[str, tuple[Format, int]] | None = None  # of the matrices that are quantized layer by layer
-    device: str = "cpu"  # or "cuda:N"
+    device: str = "cpu"  # or "cuda:N", "metal"
     gptq_device: str = "cpu"  # where they are quantized
 
     def sequential(self, quantization: Quantization, requantize: bool) -> Calibration | None:
@@ -269,13 +269,19 @@ class Layers:
         """Read when the first layer is asked for: a file that is complete needs no model."""
         if self._gpu is not None:
             return self._gpu
+        device = self._calibration.device
+        if device in METAL:
+            from billfish.llm.metal_layers import MetalLayers  # here: it imports MLX
+
+            source, config = self._calibration.tensors.source, self._calibration.tensors.config
+            return MetalLayers(ModelTensors(source, config, self._converted), device)
         decoder = load(self._calibration.path, device="cpu", convert=self._converted).decoder
         assert isinstance(decoder, CpuDecoder)
         return decoder
 
     @functools.cached_property
     def _gpu(self) -> CudaLayers | None:
-        if self._calibration.device == "cpu":
+        if not self._calibration.device.startswith("cuda"):
             return None
         from billfish.llm.cuda_layers import CudaLayers
 
@@ -521,7 +527,7 @@ def calibrate_checkpoint(
     text: a file in UTF-8; None is a text that the package carries.
     hessian: whether to keep X^T X [K, K] of each input, too.
     tokens: at most so many, from the text's beginning. window: tokens that see each other (512, or the context).
-    device: "cpu", "cuda" or "cuda:N"; "auto" is the first GPU, or the CPU for models that only it can calibrate.
+    device: "cpu", "cuda", "cuda:N" or "metal"; "auto" is the first GPU, or the CPU for what only it can calibrate.
     overwrite: whether a `dst` that exists is replaced. progress: whether to draw a bar on terminals.
 
     Returns the Statistics. Raises ModelError for a model that cannot be run, and DataError for a text without enough
