@@ -97,8 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         default="auto",
         metavar="DEVICE",
-        help="where --calibrate, --bits and --method gptq compute: cpu, cuda, cuda:N, or auto: the first NVIDIA GPU if "
-        "it can calibrate the model, else the CPU. GPTQ uses a GPU that is named, if torch is there (default: auto)",
+        help="where --calibrate, --bits and --method gptq compute: cpu, cuda, cuda:N, metal, or auto: the first GPU if "
+        "it can calibrate the model, else the CPU. GPTQ uses an NVIDIA GPU that is named, with torch (default: auto)",
     )
     parser.add_argument("--to", metavar="LAYOUT", help=f"{LAYOUTS} (default: billfish, or gguf by the name of OUT)")
     add_writing(

@@ -77,8 +77,8 @@ def quantize_checkpoint(
     sequential: whether "gptq" quantizes matrix after matrix, each with the inputs that it gets from those before, and
     makes up for their errors. None: unless there are `statistics`, or the disk has no room for twice X^T X. Models
     whose layers share keys and values, and encoders, are calibrated as without.
-    device: where the model runs for `calibrate`, and "gptq", if torch is there: "cpu", "cuda" or "cuda:N". "auto" runs
-    the model on the first NVIDIA GPU, or the CPU, and "gptq" on the CPU.
+    device: where the model runs for `calibrate`: "cpu", "cuda", "cuda:N", "metal", or "auto", the first GPU or the CPU.
+    "gptq" runs on a "cuda" that is named, if torch is there, else on the CPU.
 
     Returns a ConversionReport. Raises CheckpointError for what cannot be read or written, and DataError if nothing
     would be quantized.
