@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from billfish.backends.cpu import _cpu
 from billfish.checkpoints.tokenizer.ends import end_tokens
 from billfish.checkpoints.tokenizer.gguf_extras import FLAGS, Extras, read_extras
-from billfish.checkpoints.tokenizer.pre_tokenizers import CUTS, Cut, pre_tokenizer
+from billfish.checkpoints.tokenizer.pre_tokenizers import CUTS, pre_tokenizer
+from billfish.checkpoints.tokenizer.short_texts import short_texts
 from billfish.checkpoints.tokenizer.tokenizer import (
     BYTE,
     CALL,
@@ -17,6 +19,7 @@ from billfish.checkpoints.tokenizer.tokenizer import (
     NORMAL,
     UNUSED,
     USER_DEFINED,
+    EncodeShort,
     NoTokenizer,
     Tokenizer,
     library_errors,
@@ -72,33 +75,33 @@ def read_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
         with_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", with_bos))
     with_bos = with_bos and "bos" in roles
     with library_errors("the tokenizer of the GGUF file is damaged"):
-        vocabulary = _vocabulary(pieces, kinds)
+        added = _added(metadata, pieces, kinds, extras)
         if model == "gpt2":
-            encoder = _byte_level(vocabulary, metadata["tokenizer.ggml.merges"], CUTS[pre], extras)
-            encoder.pre_tokenizer = pre_tokenizer(pre)
-        elif model == "bert":
-            encoder = _wordpiece(pieces, kinds)
+            make, encode_short = _byte_level(metadata, pieces, kinds, extras, added)
         else:
-            spaced = bool(metadata.get("tokenizer.ggml.add_space_prefix", model == "llama"))
-            scores = metadata["tokenizer.ggml.scores"] if model == "llama" else ()
-            pairs = merges_of(vocabulary, scores) if model == "llama" else _pairs(metadata["tokenizer.ggml.merges"])
-            encoder = _sentencepiece(vocabulary, pieces[0], pairs, spaced)
-        encoder.add_tokens(_added(metadata, pieces, kinds, extras))
+            made = _whole_texts(metadata, pieces, kinds)
+            made.add_tokens(added)
+            make, encode_short = (lambda: made), None
+
+    def make_encoder() -> Any:
+        encoder = make()
         if with_bos:
             _frame_texts(encoder, pieces, roles["bos"], between, closing)
+        return encoder
+
     named, template = _named_ends(metadata, len(pieces)), metadata.get("tokenizer.chat_template")
     ends = end_tokens(pieces, kinds, named, template) if extras.ends is None else frozenset(extras.ends)
-    byte_level = model == "gpt2"
     return Tokenizer(
-        encoder,
+        make_encoder,
         pieces,
         kinds,
         roles,
-        byte_level=byte_level,
+        byte_level=model == "gpt2",
         starts_with_bos=with_bos,
         ends=ends,
         closing=closing,
         between=between,
+        encode_short=encode_short,
     )
 
 
@@ -111,6 +114,18 @@ def _frame(metadata: Mapping[str, Any], model: str, roles: dict[str, int]) -> tu
     parts = bert or metadata.get("tokenizer.ggml.add_sep_token", False)
     last = [roles["eos"]] if closes and "eos" in roles else end if closes else []
     return last, end if parts else []
+
+
+def _whole_texts(metadata: Mapping[str, Any], pieces: list[str], kinds: list[int]) -> Any:
+    """A Tokenizer of the library for what is not byte-level, without the tokens that are found as they are."""
+    model = metadata["tokenizer.ggml.model"]
+    if model == "bert":
+        return _wordpiece(pieces, kinds)
+    vocabulary = _vocabulary(pieces, kinds)
+    spaced = bool(metadata.get("tokenizer.ggml.add_space_prefix", model == "llama"))
+    scores = metadata["tokenizer.ggml.scores"] if model == "llama" else ()
+    pairs = merges_of(vocabulary, scores) if model == "llama" else _pairs(metadata["tokenizer.ggml.merges"])
+    return _sentencepiece(vocabulary, pieces[0], pairs, spaced)
 
 
 def _wordpiece(pieces: list[str], kinds: list[int]) -> Any:
@@ -158,8 +173,12 @@ def _vocabulary(pieces: list[str], kinds: list[int]) -> dict[str, int]:
     """What the library looks pieces up in: without those that only fill up the embedding, which no text stands for."""
     if UNUSED not in kinds:
         return dict(zip(pieces, range(len(pieces)), strict=True))
-    both = zip(pieces, kinds, strict=True)
-    return {piece: i for i, (piece, kind) in enumerate(both) if kind != UNUSED or not piece.startswith("[PAD")}
+    return {piece: i for i, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)) if not _fills(piece, kind)}
+
+
+def _fills(piece: str, kind: int) -> bool:
+    """Whether a piece only fills up the embedding."""
+    return kind == UNUSED and piece.startswith("[PAD")
 
 
 def _roles(metadata: Mapping[str, Any], size: int) -> dict[str, int]:
@@ -200,14 +219,34 @@ def _takes_spaces(metadata: Mapping[str, Any], pieces: list[str], kinds: list[in
     return [i for i, kind in enumerate(kinds) if kind == CONTROL and pieces[i] not in others]
 
 
-def _byte_level(vocabulary: dict[str, int], merges: list[str], cut: Cut, extras: Extras) -> Any:
-    tokenizers = require("tokenizers", "llm")
+def _byte_level(
+    metadata: Mapping[str, Any], pieces: list[str], kinds: list[int], extras: Extras, added: list[Any]
+) -> tuple[Callable[[], Any], EncodeShort | None]:
+    """What makes a Tokenizer of the library, and what encodes short texts as it does. Neither reads `metadata` later:
+    somebody may overwrite the file."""
+    tokenizers, (_, pre) = require("tokenizers", "llm"), check_fields(metadata)
+    cut = CUTS[pre]
     ignore = cut.ignore_merges if extras.ignore_merges is None else bool(extras.ignore_merges)
-    encoder = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, _pairs(merges), ignore_merges=ignore))
-    if cut.nfc if extras.nfc is None else extras.nfc:
-        encoder.normalizer = tokenizers.normalizers.NFC()
-    encoder.decoder = tokenizers.decoders.ByteLevel()
-    return encoder
+
+    def make(bpe: Any) -> Any:
+        encoder = tokenizers.Tokenizer(bpe)
+        if cut.nfc if extras.nfc is None else extras.nfc:
+            encoder.normalizer = tokenizers.normalizers.NFC()
+        encoder.pre_tokenizer = pre_tokenizer(pre)
+        encoder.decoder = tokenizers.decoders.ByteLevel()
+        encoder.add_tokens(added)
+        return encoder
+
+    def make_whole() -> Any:
+        return make(tokenizers.models.BPE(_vocabulary(pieces, kinds), pairs.merges(), ignore_merges=ignore))
+
+    def make_cutter(vocabulary: dict[str, int]) -> Any:
+        return make(tokenizers.models.BPE(vocabulary, []))
+
+    unused = UNUSED in kinds
+    known = ["" if _fills(*both) else both[0] for both in zip(pieces, kinds, strict=True)] if unused else pieces
+    pairs = _cpu.BytePairs(known, metadata["tokenizer.ggml.merges"], ignore)
+    return make_whole, short_texts(pairs, [token.content for token in added], make_cutter)
 
 
 def _pairs(merges: list[str]) -> list[tuple[str, str]]:

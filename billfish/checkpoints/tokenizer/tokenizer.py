@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import codecs
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NoReturn
 
 from billfish.core.errors import BillfishError, ModelError, failure
@@ -21,6 +22,8 @@ CALL = "llm.load"
 NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6
 WITHOUT_TOKENIZER = "Without a tokenizer the model takes and gives token ids alone."
 MARK = "\ufdd0"  # a character that no text has. It keeps what is around it apart, and is not encoded itself
+EncodeShort = Callable[[str, bool], list[int]]  # of a text, and of whether control tokens in it count as such
+SHORT = 4096  # characters of a text; for a longer one it pays to make the library's encoder
 TOKEN_COST = 500  # bytes of memory for all that is known about one token
 
 
@@ -53,7 +56,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        encoder: Any,
+        encoder: Callable[[], Any],
         pieces: Sequence[str],
         kinds: Sequence[int],
         roles: Mapping[str, int],
@@ -63,10 +66,14 @@ class Tokenizer:
         ends: Iterable[int] = (),
         closing: Sequence[int] = (),
         between: Sequence[int] = (),
+        encode_short: EncodeShort | None = None,
     ) -> None:
-        """encoder: a Tokenizer of the library `tokenizers`. ends: from :mod:`billfish.checkpoints.tokenizer.ends`.
-        closing: what follows a text that is embedded. between: what is between the texts of a pair."""
-        self.encoder, self.pieces, self.kinds, self.roles = encoder, pieces, kinds, dict(roles)
+        """encoder: makes a Tokenizer of the library `tokenizers`. ends: from
+        :mod:`billfish.checkpoints.tokenizer.ends`. closing: what follows a text that is embedded. between: what is
+        between the texts of a pair. encode_short: finds what the library finds in a text that is not long, so that
+        `encoder` is called when another one comes."""
+        self._make_encoder, self._encode_short = encoder, encode_short
+        self.pieces, self.kinds, self.roles = pieces, kinds, dict(roles)
         self.byte_level = byte_level
         self.bos = roles.get("bos")
         self.starts_with_bos = starts_with_bos and self.bos is not None
@@ -75,6 +82,11 @@ class Tokenizer:
         self._bytes = byte_characters() if byte_level else {}
         self._turn = threading.Lock()  # the encoder has one setting for all threads
 
+    @cached_property
+    def encoder(self) -> Any:
+        """A Tokenizer of the library `tokenizers`. Who has many texts asks for it before the first."""
+        return self._make_encoder()
+
     def check(self, call: str) -> None:
         """Raise ModelError where a model has no tokenizer. call: the name that the error begins with."""
 
@@ -82,14 +94,21 @@ class Tokenizer:
         """Token ids of `text`. special: control tokens written in the text count as such. start: begin with the
         token that models expect first, where this one does. What a `MARK` keeps apart is no control token."""
         with self._turn, library_errors("the tokenizer cannot encode the text"):
-            self.encoder.encode_special_tokens = not special
-            encoded = self.encoder.encode(text, add_special_tokens=False)
-            ids: list[int] = encoded.ids
-            if MARK in text:
-                self.encoder.encode_special_tokens = True
-                ids = self._without_marks(text, ids, encoded.offsets)
+            if self._encode_short and "encoder" not in vars(self) and len(text) <= SHORT and MARK not in text:
+                ids = self._encode_short(text, special)
+            else:
+                ids = self._encode_long(text, special)
         if start and self.starts_with_bos and self.bos is not None and ids[:1] != [self.bos]:
             ids = [self.bos, *ids]
+        return ids
+
+    def _encode_long(self, text: str, special: bool) -> list[int]:
+        self.encoder.encode_special_tokens = not special
+        encoded = self.encoder.encode(text, add_special_tokens=False)
+        ids: list[int] = encoded.ids
+        if MARK in text:
+            self.encoder.encode_special_tokens = True
+            ids = self._without_marks(text, ids, encoded.offsets)
         return ids
 
     @property
@@ -148,7 +167,7 @@ class NoTokenizer(Tokenizer):
 
     def __init__(self, problem: str, ends: Iterable[int]) -> None:
         """problem: what is missing."""
-        super().__init__(None, [], [], {}, byte_level=False, starts_with_bos=False, ends=ends)
+        super().__init__(lambda: None, [], [], {}, byte_level=False, starts_with_bos=False, ends=ends)
         self.problem = problem
 
     def check(self, call: str) -> NoReturn:

@@ -79,7 +79,7 @@ def read_folder(folder: Path, vocabulary: int) -> Tokenizer:
     if not isinstance(starts, bool) or closing:
         starts = opening[:1] == [roles.get("bos")]
     return Tokenizer(
-        encoder,
+        lambda: encoder,
         pieces,
         kinds,
         roles,

@@ -49,6 +49,50 @@ def test_every_cut_gives_the_text_back(pre):
     assert 0 not in tokens
 
 
+def made_encoder(tokenizer) -> bool:
+    return "encoder" in vars(tokenizer)
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_short_texts_have_the_tokens_that_the_library_finds(pre):
+    chance = random.Random(pre)
+    characters = [*byte_characters()]
+    pieces, merges = [*characters, "<s>", "[PAD9]"], []
+    for _ in range(400):
+        left, right = chance.choice(pieces[97:]), chance.choice(pieces[: 256 if chance.random() < 0.5 else None])
+        if "<s>" not in (left, right) and "[" not in left + right and left + right not in pieces:
+            pieces.append(left + right)
+            merges.append(f"{left} {right}")
+    chance.shuffle(merges)
+    kinds = [{"<s>": 3, "[PAD9]": 5}.get(piece, 1) for piece in pieces]
+    quick = read_metadata(metadata_of("llama", pre=pre, tokens=pieces, token_type=kinds, merges=merges + merges[:9]))
+    whole = read_metadata(metadata_of("llama", pre=pre, tokens=pieces, token_type=kinds, merges=merges + merges[:9]))
+    assert whole.encoder.model.ignore_merges == CUTS[pre].ignore_merges
+    letters = [piece for piece in pieces if piece.isascii()] + [*" \n1é中🎣\u0301", "'s", "<s>", "[PAD9]", "\x7f"]
+    for _ in range(100):
+        text = "".join(chance.choices(letters, k=chance.randrange(30)))
+        for special in (True, False):
+            expected = whole.encode(text, special=special)
+            assert quick.encode(text, special=special) == expected, text
+    assert (made_encoder(quick), made_encoder(whole)) == (False, True)
+
+
+def test_a_long_text_makes_the_librarys_encoder():
+    tokenizer = read_metadata(metadata_of("llama", pre="smollm"))
+    assert tokenizer.encode("ab" * 10, start=False) == [tokenizer.pieces.index("ab")] * 10
+    assert not made_encoder(tokenizer)
+    assert tokenizer.encode("ab" * 5000, start=False) == [tokenizer.pieces.index("ab")] * 5000
+    assert made_encoder(tokenizer)
+
+
+def test_an_added_token_that_looks_like_a_byte_is_left_to_the_library():
+    pieces, kinds = vocabulary("llama")
+    kinds = [4 if piece == "a" else kind for piece, kind in zip(pieces, kinds, strict=True)]
+    tokenizer = read_metadata(metadata_of("llama", token_type=kinds))
+    assert tokenizer.encode("abb", start=False) == [pieces.index("a"), *[pieces.index("b")] * 2]
+    assert made_encoder(tokenizer)
+
+
 def test_control_tokens_count_where_they_may():
     tokenizer = read_metadata(metadata_of("llama", add_bos_token=True))
     ab = tokenizer.pieces.index("ab")

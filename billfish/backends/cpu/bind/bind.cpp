@@ -33,6 +33,7 @@ void bind_decoder(nb::module_& module);
 void bind_experts(nb::module_& module);
 void bind_rates(nb::module_& module);
 void bind_search(nb::module_& module);
+void bind_text(nb::module_& module);
 }  // namespace billfish
 
 namespace {
@@ -385,5 +386,6 @@ NB_MODULE(_cpu, module) {
   bind_experts(module);
   bind_rates(module);
   bind_search(module);
+  bind_text(module);
   default_threads();  // looked at now, and then seldom: see threads.h
 }
