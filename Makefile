@@ -34,8 +34,9 @@ site: $(VENV)/docs.stamp
 	rm -rf build/site
 	$(BIN)/python docs/site/build.py build/site
 
-# Each test has a core of its own, without BLAS threads beside it.
-PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal --durations=50 --durations-min=1
+# Each test has a core of its own, without other threads beside it: where cores are few, torch's wait for each other in loops.
+# Tests of several threads say how many.
+PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal --durations=50 --durations-min=1
 
 # The type checker, and then the commands of the pages, each use one core, and run beside the tests.
 test: $(VENV)/test.stamp
