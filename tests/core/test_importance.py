@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cases import diagonal
 from common import assert_same_planes, gaussian, options_of, student_t
 from device_array_support import assert_as_good, fetched, on_device, storable_weights_of
 from foreign_formats import FOREIGN
@@ -14,7 +15,8 @@ from billfish.core.format import Format
 from billfish.core.search import Search
 
 FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
-METHODS = pytest.mark.parametrize("method", ["rtn", "mse"])
+SEARCHES = ("rtn", "mse")
+METHODS = pytest.mark.parametrize("method", SEARCHES)
 
 
 def importance_of(k: int, seed: int = 0) -> np.ndarray:
@@ -146,8 +148,9 @@ def test_rows_do_not_depend_on_their_neighbours():
             np.testing.assert_array_equal(whole[plane][177:178], rows)
 
 
-@pytest.mark.parametrize("format", [*bf.FORMATS.values(), *(format() for format in FOREIGN)], ids=lambda f: f.name)
-@METHODS
+@pytest.mark.parametrize(
+    ("format", "method"), diagonal(2, [*bf.FORMATS.values(), *(format() for format in FOREIGN)], SEARCHES)
+)
 def test_on_a_device(format, method):
     w = storable_weights_of(format)[14:]
     importance = importance_of(w.shape[1])

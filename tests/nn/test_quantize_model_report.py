@@ -94,8 +94,10 @@ print(type(model.base_model.model[0]).__name__)
 """
 
 
-@pytest.mark.parametrize("order", first(1, [("import peft", "import billfish as bf"), ("import billfish as bf", "")]))
-def test_peft_knows_the_layer_without_another_import(order):
-    script = LORA.format(first=order[0], second=order[1])
+@pytest.mark.parametrize(
+    ("one", "other"), first(1, [("import peft", "import billfish as bf"), ("import billfish as bf", "")])
+)
+def test_peft_knows_the_layer_without_another_import(one, other):
+    script = LORA.format(first=one, second=other)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "MarlinLoraLinear", done.stderr

@@ -27,5 +27,6 @@ def sample(step: int, *axes: Iterable[Any]) -> list[Any]:
 
 
 def first(count: int, values: Sequence[Any]) -> list[Any]:
-    """The first `count` values; the others are `full`."""
-    return [pytest.param(value, marks=() if i < count else pytest.mark.full) for i, value in enumerate(values)]
+    """The first `count` values; the others are `full`. A tuple counts as several arguments."""
+    given = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*value, marks=() if i < count else pytest.mark.full) for i, value in enumerate(given)]

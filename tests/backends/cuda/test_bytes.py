@@ -188,7 +188,7 @@ def test_shapes_compile_without_spills(way, width):
         resources(launch.source, dict(launch.macros), "sm_90a")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", first(1, [*WAYS]))
 def test_partners_and_rounding_compile_without_spills(way):
     kind, activations = WAYS[way]
     plan = launch_bytes(Gemm(kind, 100, 4096, 14336, activations=activations), H200, ((ByteShape(128, 2, 3), 64),))

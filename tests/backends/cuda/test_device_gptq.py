@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cases import diagonal
 from common import gaussian
 from cuda_compiled import ADA, resources
 from cuda_fibers import FiberLauncher
@@ -37,8 +38,7 @@ def both(format: Format, w: np.ndarray, size: int, hessian: np.ndarray, cross: n
     return [ours, {name: p.numpy() if isinstance(p, DeviceArray) else p for name, p in there.items()}]
 
 
-@pytest.mark.parametrize("crossed", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "crossed"), diagonal(2, FORMATS, [False, True]))
 def test_the_weights_are_the_solvers(name, crossed):
     format, w, (y, x) = bf.get_format(name), gaussian((40, 512)), inputs(900, 512)
     hessian, cross = (x.T @ x).astype(np.float32), (x.T @ y).astype(np.float32) if crossed else None
