@@ -173,9 +173,9 @@ class Model(TextModel):
         chat_template_kwargs: further variables for the chat template, such as {"enable_thinking": False}.
         draft: "ngram" drafts tokens that followed the last ones before, in the prompt or the answer; a smaller
         :class:`Model` with the same vocabulary drafts with its own answer; "mtp" drafts by the MTP block of files that
-        have one (Qwen 3.5 to 3.8, on the CPU). The answer is the same, to the bit, and may
-        come sooner; `drafts` of the answer counts. On the CPU, and on NVIDIA GPUs for models without recurrent layers;
-        there bits are the same where `BACKENDS["cuda"].batch_invariant` is True. None: one token a step.
+        have one (Qwen 3.5 to 3.8). The answer is the same, to the bit, and may come sooner; `drafts` of the answer
+        counts. On NVIDIA GPUs bits are the same where `BACKENDS["cuda"].batch_invariant` is True. docs/drafting.md says
+        which models cannot draft on which device. None: one token a step.
         draft_length: tokens of a draft, at most (1 to 7); None is 7. As many are drafted as were measured to pay.
         activations: as in :func:`billfish.quantized_linear`. None is "q16" on the CPU and float16 on a GPU. On a Hopper
         GPU, "fp8" and "q8" round the activations of the prompt to 8 bits.
