@@ -76,19 +76,15 @@ def read_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
     with_bos = with_bos and "bos" in roles
     with library_errors("the tokenizer of the GGUF file is damaged"):
         added = _added(metadata, pieces, kinds, extras)
+        frame = _framing(pieces, roles["bos"], between, closing) if with_bos else None
         if model == "gpt2":
-            make, encode_short = _byte_level(metadata, pieces, kinds, extras, added)
+            make_encoder, encode_short = _byte_level(metadata, pieces, kinds, extras, added, frame)
         else:
-            made = _whole_texts(metadata, pieces, kinds)
-            made.add_tokens(added)
-            make, encode_short = (lambda: made), None
-
-    def make_encoder() -> Any:
-        encoder = make()
-        if with_bos:
-            _frame_texts(encoder, pieces, roles["bos"], between, closing)
-        return encoder
-
+            encoder = _whole_texts(metadata, pieces, kinds)
+            encoder.add_tokens(added)
+            if frame is not None:
+                encoder.post_processor = frame
+            make_encoder, encode_short = (lambda: encoder), None
     named, template = _named_ends(metadata, len(pieces)), metadata.get("tokenizer.chat_template")
     ends = end_tokens(pieces, kinds, named, template) if extras.ends is None else frozenset(extras.ends)
     return Tokenizer(
@@ -220,10 +216,15 @@ def _takes_spaces(metadata: Mapping[str, Any], pieces: list[str], kinds: list[in
 
 
 def _byte_level(
-    metadata: Mapping[str, Any], pieces: list[str], kinds: list[int], extras: Extras, added: list[Any]
+    metadata: Mapping[str, Any],
+    pieces: list[str],
+    kinds: list[int],
+    extras: Extras,
+    added: list[Any],
+    frame: Any,
 ) -> tuple[Callable[[], Any], EncodeShort | None]:
     """What makes a Tokenizer of the library, and what encodes short texts as it does. Neither reads `metadata` later:
-    somebody may overwrite the file."""
+    somebody may overwrite the file. frame: from `_framing`, or None."""
     tokenizers, (_, pre) = require("tokenizers", "llm"), check_fields(metadata)
     cut = CUTS[pre]
     ignore = cut.ignore_merges if extras.ignore_merges is None else bool(extras.ignore_merges)
@@ -238,14 +239,18 @@ def _byte_level(
         return encoder
 
     def make_whole() -> Any:
-        return make(tokenizers.models.BPE(_vocabulary(pieces, kinds), pairs.merges(), ignore_merges=ignore))
+        encoder = make(tokenizers.models.BPE(_vocabulary(pieces, kinds), pairs.merges(), ignore_merges=ignore))
+        if frame is not None:
+            encoder.post_processor = frame
+        return encoder
 
     def make_cutter(vocabulary: dict[str, int]) -> Any:
         return make(tokenizers.models.BPE(vocabulary, []))
 
-    unused = UNUSED in kinds
-    known = ["" if _fills(*both) else both[0] for both in zip(pieces, kinds, strict=True)] if unused else pieces
-    pairs = _cpu.BytePairs(known, metadata["tokenizer.ggml.merges"], ignore)
+    texts: list[str | None] = [*pieces]
+    if UNUSED in kinds:
+        texts = [None if _fills(*both) else both[0] for both in zip(pieces, kinds, strict=True)]
+    pairs = _cpu.BytePairs(texts, metadata["tokenizer.ggml.merges"], ignore)
     return make_whole, short_texts(pairs, [token.content for token in added], make_cutter)
 
 
@@ -303,11 +308,11 @@ def _lengths_inside(vocabulary: dict[str, int]) -> dict[int, array[int]]:
     return lengths
 
 
-def _frame_texts(encoder: Any, pieces: list[str], bos: int, between: list[int], closing: list[int]) -> None:
+def _framing(pieces: list[str], bos: int, between: list[int], closing: list[int]) -> Any:
     """What others than us, who encode with `add_special_tokens`, find around a text, and around two."""
     first, separators, last = pieces[bos], [pieces[i] for i in between], [pieces[i] for i in closing]
     again = separators or [first]  # a decoder's texts begin each as one does alone
-    encoder.post_processor = require("tokenizers", "llm").processors.TemplateProcessing(
+    return require("tokenizers", "llm").processors.TemplateProcessing(
         single=" ".join([first, "$A", *last]),
         pair=" ".join([first, "$A", *again, "$B:1" if separators else "$B", *(f"{name}:1" for name in last)]),
         special_tokens=[(pieces[i], i) for i in dict.fromkeys([bos, *between, *closing])],

@@ -12,7 +12,6 @@ import codecs
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, NoReturn
 
 from billfish.core.errors import BillfishError, ModelError, failure
@@ -72,7 +71,7 @@ class Tokenizer:
         :mod:`billfish.checkpoints.tokenizer.ends`. closing: what follows a text that is embedded. between: what is
         between the texts of a pair. encode_short: finds what the library finds in a text that is not long, so that
         `encoder` is called when another one comes."""
-        self._make_encoder, self._encode_short = encoder, encode_short
+        self._make_encoder, self._encoder, self._encode_short = encoder, None, encode_short
         self.pieces, self.kinds, self.roles = pieces, kinds, dict(roles)
         self.byte_level = byte_level
         self.bos = roles.get("bos")
@@ -80,12 +79,16 @@ class Tokenizer:
         self.ends = frozenset(ends)
         self._closing, self._between = list(closing), list(between)
         self._bytes = byte_characters() if byte_level else {}
-        self._turn = threading.Lock()  # the encoder has one setting for all threads
+        self._turn = threading.RLock()  # the encoder is made once, and has one setting for all threads
 
-    @cached_property
+    @property
     def encoder(self) -> Any:
         """A Tokenizer of the library `tokenizers`. Who has many texts asks for it before the first."""
-        return self._make_encoder()
+        with self._turn:
+            if self._encoder is None:
+                with library_errors("the tokenizer is damaged"):
+                    self._encoder = self._make_encoder()
+            return self._encoder
 
     def check(self, call: str) -> None:
         """Raise ModelError where a model has no tokenizer. call: the name that the error begins with."""
@@ -94,7 +97,7 @@ class Tokenizer:
         """Token ids of `text`. special: control tokens written in the text count as such. start: begin with the
         token that models expect first, where this one does. What a `MARK` keeps apart is no control token."""
         with self._turn, library_errors("the tokenizer cannot encode the text"):
-            if self._encode_short and "encoder" not in vars(self) and len(text) <= SHORT and MARK not in text:
+            if self._encode_short and self._encoder is None and len(text) <= SHORT and MARK not in text:
                 ids = self._encode_short(text, special)
             else:
                 ids = self._encode_long(text, special)

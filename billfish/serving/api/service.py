@@ -73,7 +73,6 @@ class Service:
         self.limits = Limits(facts.context, model.config.context, vocabulary, answers)
         self.chat = ChatTexts(model)
         self._since = int(time.time())
-        _ = model.tokenizer.encoder  # made before the first of many texts
         self._readers = ThreadPoolExecutor(READERS, "billfish-reader")
 
     async def read(self, function: Callable[..., Result], *arguments: Any) -> Result:

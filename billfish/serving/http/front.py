@@ -33,6 +33,7 @@ class Front(FrontServer):
         facts = EngineFacts(told.streams, told.context, told.queue, told.nbytes)
         client = EngineClient(model.tokenizer)
         asking: dict[str, Any] = {"effort": told.effort, "budget": told.budget, "verbose": told.verbose}
+        _ = model.tokenizer.encoder  # made before the first of many texts
         service = Service(client, model, facts, told.name, strict_fields=told.strict_fields, **asking)
         service.warm_up()
         super().__init__(

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from billfish.core.errors import BillfishError, explained, readable
@@ -195,7 +196,7 @@ class ModelPool(Models):
 
     async def _start(self, entry: Entry) -> None:
         started, named = time.perf_counter(), entry.named
-        model = await self.read(TextModel.open, named.path)
+        model = await self.read(self._open, named.path)
         model.adapters = {name: number for number, name in enumerate(named.adapters)}
         settings = self._settings_for(model)
         estimate = partial(bytes_needed, model, settings, on_gpu=self._on_gpu)
@@ -228,6 +229,12 @@ class ModelPool(Models):
         entry.loads += 1
         about = f"{in_words(entry.size)}, {ready.about}, {time.perf_counter() - started:.1f} s"
         LOG.info("loaded %s: %s", readable(entry.name), about)
+
+    @staticmethod
+    def _open(path: Path) -> TextModel:
+        model = TextModel.open(path)
+        _ = model.tokenizer.encoder  # made before the first of many texts
+        return model
 
     def _settings_for(self, model: TextModel) -> EngineSettings:
         context = min(self._settings.context or USUAL_CONTEXT, model.config.context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_every_cut_gives_the_text_back(pre):
 
 
 def made_encoder(tokenizer) -> bool:
-    return "encoder" in vars(tokenizer)
+    return tokenizer._encoder is not None
 
 
 @pytest.mark.parametrize("pre", CUTS)
@@ -83,6 +84,21 @@ def test_a_long_text_makes_the_librarys_encoder():
     assert not made_encoder(tokenizer)
     assert tokenizer.encode("ab" * 5000, start=False) == [tokenizer.pieces.index("ab")] * 5000
     assert made_encoder(tokenizer)
+
+
+def test_threads_share_one_encoder_of_the_library():
+    tokenizer, made, start = read_metadata(metadata_of("llama", pre="smollm")), [], threading.Barrier(4)
+
+    def make() -> None:
+        start.wait()
+        made.append(tokenizer.encoder)
+
+    threads = [threading.Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(encoder) for encoder in made}) == 1
 
 
 def test_an_added_token_that_looks_like_a_byte_is_left_to_the_library():
@@ -141,6 +157,11 @@ def test_characters_spread_over_tokens_wait_for_their_last_byte():
         ({"token_type": [1]}, r"token_type.*list of"),
         ({"merges": ["no such"]}, "tokenizer.* is damaged"),
         ({"merges": None}, "tokenizer.* is damaged"),
+        ({"tokens": ["a", "[PAD0]"], "token_type": [1, 5], "merges": ["a "]}, "tokenizer.* is damaged.*no token"),
+        (
+            {"tokens": ["a", "< s>"], "token_type": [1, 3], "merges": [], "bos_token_id": 1, "add_bos_token": True},
+            "damaged",
+        ),
         ({"bos_token_id": 9999}, r"bos_token_id.*9999.*0 to"),
         ({"eos_token_id": "x"}, r"eos_token_id.*'x'"),
     ],

@@ -1,5 +1,6 @@
 // Tokenizing, for Python.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -12,7 +13,7 @@ namespace billfish {
 
 void bind_text(nb::module_& module) {
   nb::class_<BytePairs>(module, "BytePairs")
-      .def(nb::init<std::vector<std::string>, const std::vector<std::string>&, bool>(), nb::call_guard<nb::gil_scoped_release>())
+      .def(nb::init<std::vector<std::optional<std::string>>, const std::vector<std::string>&, bool>(), nb::call_guard<nb::gil_scoped_release>())
       .def("merges", &BytePairs::merges)
       .def("token", &BytePairs::token)
       .def("encode", &BytePairs::encode);

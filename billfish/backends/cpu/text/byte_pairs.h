@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <queue>
 #include <stdexcept>
 #include <string>
@@ -12,53 +13,15 @@
 #include <utility>
 #include <vector>
 
+#include "text/string_table.h"
+
 namespace billfish {
-
-// Strings, and where each is.
-class StringTable {
- public:
-  explicit StringTable(std::vector<std::string> strings) : strings_(std::move(strings)) {
-    size_t size = 16;
-    while (size < 2 * strings_.size()) size *= 2;
-    slots_.resize(size);
-    for (size_t i = 0; i < strings_.size(); i++) slots_[slot_of(strings_[i])] = {hash_of(strings_[i]), int32_t(i)};  // of equal ones the last counts
-  }
-
-  // The number of a string, or -1.
-  int32_t find(std::string_view string) const { return slots_[slot_of(string)].at; }
-  const std::string& operator[](int32_t at) const { return strings_[size_t(at)]; }
-
- private:
-  struct Slot {
-    uint32_t hash = 0;
-    int32_t at = -1;  // nothing is here
-  };
-
-  // FNV-1a. It begins with an address, so that nobody can write a file whose strings all have the same hash.
-  uint32_t hash_of(std::string_view string) const {
-    uint64_t hash = 0xcbf29ce484222325u ^ uint64_t(reinterpret_cast<uintptr_t>(slots_.data()));
-    for (const char c : string) hash = (hash ^ uint8_t(c)) * 0x100000001b3u;
-    return uint32_t(hash ^ hash >> 32);
-  }
-
-  // Where a string is, or the empty slot where it would be.
-  size_t slot_of(std::string_view string) const {
-    const uint32_t hash = hash_of(string);
-    for (size_t i = hash;; i++) {
-      const Slot& slot = slots_[i & (slots_.size() - 1)];
-      if (slot.at < 0 || (slot.hash == hash && strings_[size_t(slot.at)] == string)) return i & (slots_.size() - 1);
-    }
-  }
-
-  std::vector<std::string> strings_;
-  std::vector<Slot> slots_;
-};
 
 class BytePairs {
  public:
-  // pieces: of tokens. merges: "left right", the best first. ignore_merges: a word that is a piece is taken whole. Throws
+  // pieces: of tokens, where texts may have them. merges: "left right", the best first. ignore_merges: a word that is a piece is taken whole. Throws
   // std::invalid_argument for a merge whose parts or whole are no pieces.
-  BytePairs(std::vector<std::string> pieces, const std::vector<std::string>& merges, bool ignore_merges)
+  BytePairs(std::vector<std::optional<std::string>> pieces, const std::vector<std::string>& merges, bool ignore_merges)
       : pieces_(std::move(pieces)), ignore_merges_(ignore_merges) {
     merges_.reserve(merges.size());
     std::string whole;
