@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <functional>
@@ -38,9 +39,9 @@ inline int current_core() { return -1; }
 inline void leave_core(int) {}
 #endif
 
-// Callers and helpers. Each caller takes a seat for its loop and works on that alone. Helpers draw pieces of all loops that go on, and there are
-// never more threads at work than `threads`: with each further caller one helper fewer has work, so that two callers on two threads have a core
-// each, and two on sixteen have seven helpers each. A loop ends when its pieces are done, whether helpers came or not.
+// Callers and helpers. Each caller takes a seat for its loop and works on that alone. Helpers draw pieces of all loops that go on, and of up to
+// MOST_SEATS callers and helpers no more are at work than `threads`: with each further caller one helper fewer has work, so that two callers on
+// two threads have a core each, and two on sixteen have seven helpers each. A loop ends when its pieces are done, whether helpers came or not.
 class Team {
  public:
   // With an OpenMP library, one caller at a time has its threads, and there are no helpers.
@@ -73,7 +74,7 @@ class Team {
   bool run(int64_t count, const std::function<void(int64_t, int64_t)>& body, int64_t least) {
     for (const auto& seat : seats_) {
       if (seat->taken.load(std::memory_order_relaxed) || seat->taken.exchange(true)) continue;
-      const Leaving leaving{*this, *seat};
+      const Leaving leaving{*seat};
       seat->pieces.begin(count, body, least);
       if (openmp_) {
         openmp_.run(seat->pieces);
@@ -89,31 +90,32 @@ class Team {
 
  private:
   static constexpr int MOST_SEATS = 8;
-  static constexpr uint64_t LINGER = 64;  // loops; a token of a language model has a hundred or more
+  static constexpr auto LINGER = std::chrono::milliseconds(50);  // more than is between two tokens of a language model
+
+  using Moment = std::chrono::steady_clock::time_point;
 
   struct Seat {
     explicit Seat(int threads) : pieces(threads) {}
     std::atomic<bool> taken{false};
-    std::atomic<uint64_t> empty_from{0};  // the loop from which on the seat counts as empty, if it is not taken
+    std::atomic<Moment> empty_from{Moment::min()};  // when the seat begins to count as empty, if it is not taken
     alignas(64) Pieces pieces;
   };
 
   struct Leaving {
-    Team& team;
     Seat& seat;
     ~Leaving() {
-      seat.empty_from.store(team.round_.load(std::memory_order_relaxed) + LINGER, std::memory_order_relaxed);
+      seat.empty_from.store(std::chrono::steady_clock::now() + LINGER, std::memory_order_relaxed);
       seat.taken.store(false);
     }
   };
 
-  // A caller is soon back with its next loop, and helpers must not come and go with each. So a seat counts for LINGER loops more.
+  // A caller is soon back with its next loop, and helpers must not come and go with each. So a seat counts for LINGER more.
   int wanted_helpers() const {
-    const uint64_t round = round_.load(std::memory_order_relaxed);
+    const Moment now = std::chrono::steady_clock::now();
     int callers = 0;
     for (const auto& seat : seats_) {
       const bool taken = seat->taken.load(std::memory_order_relaxed);
-      callers += taken || round < seat->empty_from.load(std::memory_order_relaxed);
+      callers += taken || now < seat->empty_from.load(std::memory_order_relaxed);
     }
     return threads_ - std::max(callers, 1);
   }
