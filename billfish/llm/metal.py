@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import RLock
-from typing import NamedTuple, cast
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -25,7 +25,7 @@ from billfish.core.errors import DataError, ModelError, bad_argument, failure
 from billfish.core.typing import Activations
 from billfish.llm.decoder_base import Decoder, Passage
 from billfish.llm.kv_cache import Cache, Floats
-from billfish.llm.metal_cache import KeysAndValues, MetalCache
+from billfish.llm.metal_cache import Ahead, MetalCache
 from billfish.llm.metal_parts import MetalBlock, Parts, Pass, Residual, Span
 from billfish.llm.metal_sampler import next_tokens
 from billfish.llm.model_weights import ModelTensors
@@ -34,16 +34,6 @@ from billfish.llm.sampler import Sampler
 from billfish.models.description import Attention, Dense
 
 CHUNK = 512  # rows of a prompt at once
-
-
-class Ahead(NamedTuple):
-    """A decode step that was submitted before anybody asked for it. keys: of each cache, which has others once it holds
-    another text."""
-
-    spans: list[Span]
-    keys: list[dict[int, KeysAndValues]]
-    tokens: mx.array
-    hidden: mx.array
 
 
 class MetalDecoder(Decoder):
@@ -58,7 +48,6 @@ class MetalDecoder(Decoder):
         backend = BACKENDS[device]
         assert isinstance(backend, (MetalBackend, EmulatorBackend))
         self.device, self._backend, self._lock = device, backend, RLock()
-        self._ahead: Ahead | None = None
 
     def pack(self, under_way: Callable[[], object]) -> None:
         under_way()
@@ -115,15 +104,15 @@ class MetalDecoder(Decoder):
                 else:
                     chosen = next_tokens(logits, samplers)
                     mx.async_eval(chosen)  # type: ignore[no-untyped-call]
-                    ahead = self._describe_next(caches[: len(samplers)], chosen)
+                    spans, ahead = self._describe_next(caches[: len(samplers)], chosen)
                     tokens = [int(token) for token in np.array(chosen)]
-                    if ahead is not None:
-                        mx.async_eval(ahead.hidden, [span.after for span in ahead.spans])  # type: ignore[no-untyped-call]
+                    mx.async_eval(ahead, [span.after for span in spans])  # type: ignore[no-untyped-call]
+                    for span, token in zip(spans, tokens, strict=False):
+                        span.cache.ahead = Ahead(token, span.start, self._parts.type, ahead, span.row, span.after)
             if on_host:
                 return [sampler.choose(row) for sampler, row in zip(samplers, scores, strict=True)]
             for sampler in samplers:
                 sampler.move_on()
-            self._ahead = ahead
             return tokens
 
     def rows_alike(self, activations: Activations | None) -> int:
@@ -150,10 +139,12 @@ class MetalDecoder(Decoder):
 
     def _last_rows(self, passages: Sequence[Passage]) -> mx.array:
         """The hidden state behind the last token of each passage."""
-        ahead, rows = self._take_ahead(passages)
-        if ahead is not None and rows == {i: i for i in range(len(passages))} and len(rows) == len(ahead):
-            return ahead
-        last = {} if ahead is None else {i: ahead[row] for i, row in rows.items()}
+        ahead = self._take_ahead(passages)
+        if [each.row for each in ahead.values()] == list(range(len(passages))):
+            step = ahead[0].hidden
+            if len(step) == len(passages) and all(each.hidden is step for each in ahead.values()):
+                return step
+        last = {i: each.hidden[each.row] for i, each in ahead.items()}
         others = {i: passage for i, passage in enumerate(passages) if i not in last}
         for start in range(0, max((len(tokens) for _, tokens in others.values()), default=0), self.chunk):
             parts = {i: (cache, some[start : start + self.chunk]) for i, (cache, some) in others.items()}
@@ -170,8 +161,7 @@ class MetalDecoder(Decoder):
             self.check_tokens("llm.run", "tokens", tokens)
         with self._locked(passages), self._lock:
             wanted = mx.float32 if activations == "exact" else mx.float16
-            if self._parts.type != wanted:
-                self._parts.type, self._ahead = wanted, None
+            self._parts.type = wanted
             for cache, tokens in passages:
                 positions, context = len(cache.tokens) + len(tokens), self.config.context
                 if positions > context:
@@ -181,7 +171,6 @@ class MetalDecoder(Decoder):
 
     def _feed(self, passages: Sequence[Passage]) -> mx.array:
         """Hidden states of all tokens, which the caches hold then."""
-        self._ahead = None
         spans, row = [], 0
         for cache, tokens in passages:
             spans.append(self._span(cast("MetalCache", cache), row, len(tokens), tokens))
@@ -205,37 +194,31 @@ class MetalDecoder(Decoder):
                 [[held.both for held in span.cache.keys.values()] for span in spans],
             )
         for span, own in zip(spans, tokens, strict=True):
-            self._take(span, own)
-
-    def _take(self, span: Span, tokens: list[int]) -> None:
-        span.cache.take(tokens, span.cuts, span.after, set(self.ends_in(span.start, tokens)))
+            span.cache.take(own, span.cuts, span.after, set(self.ends_in(span.start, own)))
 
     # ---- one step ahead ----------------------------------------------------------------------------------------------
 
     # MLX writes keys in place unless a launch that is under way reads them. So the graph of the next step is described
     # while this step runs, and submitted when its token is there, which is when nothing reads keys any more.
 
-    def _describe_next(self, caches: Sequence[Cache], chosen: mx.array) -> Ahead | None:
-        """The step behind the tokens that are being chosen. Keys that nobody asks for later are overwritten."""
+    def _describe_next(self, caches: Sequence[Cache], chosen: mx.array) -> tuple[list[Span], mx.array]:
+        """The step behind the tokens that are being chosen, and its hidden states; no rows where a context ends. Keys
+        that nobody asks for later are overwritten."""
         if any(len(cache.tokens) >= self.config.context for cache in caches):
-            return None
+            return [], mx.array([])
         spans = [self._span(cast("MetalCache", cache), row, 1, []) for row, cache in enumerate(caches)]
-        return Ahead(spans, [span.cache.keys for span in spans], chosen, self._forward(chosen, spans))
+        return spans, self._forward(chosen, spans)
 
-    def _take_ahead(self, passages: Sequence[Passage]) -> tuple[mx.array | None, dict[int, int]]:
-        """The hidden states of the step that was submitted, and which of its rows each passage asks for, by number.
-        The caches hold those tokens then. Rows of sequences that have ended are nobody's."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return None, {}
-        chosen, found = np.array(ahead.tokens).tolist(), {}
+    def _take_ahead(self, passages: Sequence[Passage]) -> dict[int, Ahead]:
+        """By number, the passages that were computed before: their caches hold those tokens then."""
+        found: dict[int, Ahead] = {}
         for number, (cache, tokens) in enumerate(passages):
-            for row, (span, keys) in enumerate(zip(ahead.spans, ahead.keys, strict=True)):
-                same = span.cache is cache and span.cache.keys is keys and span.start == len(cache.tokens)
-                if same and tokens == [chosen[row]]:
-                    self._take(span, tokens)
-                    found[number] = row
-        return ahead.hidden, found
+            assert isinstance(cache, MetalCache)
+            ahead, cache.ahead = cache.ahead, None
+            if ahead is not None and ahead.is_for(len(cache.tokens), tokens, self._parts.type):
+                cache.take(tokens, (1,), ahead.after, set(self.ends_in(ahead.start, tokens)))
+                found[number] = ahead
+        return found
 
     # ---- the model ---------------------------------------------------------------------------------------------------
 

@@ -60,6 +60,21 @@ State = tuple[mx.array, ...]  # of a recurrent layer: what is left of its convol
 States = Mapping[int, State]  # by layer
 
 
+class Ahead(NamedTuple):
+    """What a decode step has for a sequence that was submitted before anybody asked for it."""
+
+    token: int
+    start: int  # its position
+    type: mx.Dtype  # of activations
+    hidden: mx.array  # behind all layers, of all sequences of the step
+    row: int  # which of these is the sequence's
+    after: tuple[dict[int, State], ...]  # the recurrent states behind it
+
+    def is_for(self, start: int, tokens: Sequence[int], type: mx.Dtype) -> bool:
+        """Whether this is what is asked for."""
+        return (self.start, [self.token], self.type) == (start, list(tokens), type)
+
+
 class MetalCache(Cache):
     """Keys and values of layers with attention, states and checkpoints of recurrent ones."""
 
@@ -80,6 +95,7 @@ class MetalCache(Cache):
         self.states: States = {}  # none: zeros
         self.position = 0  # behind which the states are
         self.checkpoints: Checkpoints[States] = Checkpoints(self._state_bytes)
+        self.ahead: Ahead | None = None
 
     @property
     def capacity(self) -> int:
@@ -104,7 +120,7 @@ class MetalCache(Cache):
         assert isinstance(other, MetalCache)
         self.keys = {layer: held._replace(both=mx.array(held.both)) for layer, held in other.keys.items()}
         self.checkpoints = other.checkpoints.until(positions)
-        self.states, self.position = other.states_at(positions), positions
+        self.states, self.position, self.ahead = other.states_at(positions), positions, None
 
     def restorable(self, positions: int) -> int:
         def holds(wanted: int) -> bool:
@@ -132,7 +148,8 @@ class MetalCache(Cache):
 
     def begin_pass(self, start: int) -> States:
         """The recurrent states behind the first `start` tokens. Later checkpoints, and keys where the sequence begins
-        again, are let go."""
+        again, are let go, as is a step ahead."""
+        self.ahead = None
         if start == 0:
             self.keys = {layer: held._replace(first=0) for layer, held in self.keys.items()}
         states = self.states_at(start)
