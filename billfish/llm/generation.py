@@ -180,6 +180,7 @@ class Generation(Iterator[str]):
         if is_first:
             self._cache.reserve(min(self.prompt_tokens + self._most, self._decoder.config.context))
         kind, drafted = (None, []) if is_first else self._draft()
+        asked = len(drafted)  # drafts that there is no memory to try are as useless as wrong ones
         if not drafted:
             token, there = self._decoder.go_on(self._cache, self._sequence, self._sampler, self._activations)
             chosen = [self._sampler.choice(token)]
@@ -191,7 +192,7 @@ class Generation(Iterator[str]):
         else:
             self.generation_seconds += seconds
             self._controller.seconds.note(1 + len(drafted), seconds)
-            self._controller.note(len(drafted), len(chosen) - 1, kind)
+            self._controller.note(asked, len(chosen) - 1, kind)
         taken = 0
         for choice in chosen:
             self._take(choice)

@@ -211,6 +211,22 @@ def test_a_drafter_without_room_is_switched_off_and_others_draft_on(model, alway
     assert len(set(tried)) == 1  # in one step, and in no later one
 
 
+def test_drafts_that_find_no_memory_become_rare(model, monkeypatch):
+    """They are made for nothing, by a drafter that takes time."""
+    request, submit_step, made = Request([5] * 9, 300, Sampling(logit_bias={1: -100.0})), model.decoder.submit, []
+
+    def without_room(passages, samplers, activations, drafts=()):
+        made.extend(len(draft) for draft in drafts)
+        return submit_step(passages, samplers, activations)
+
+    with engine_that_knows(model, [request], monkeypatch, streams=1) as engine:
+        monkeypatch.setattr(model.decoder, "submit", without_room)
+        assert ask(engine, request).ids == alone(model, request, **EXACT)[1]
+        assert engine.counts().drafted_tokens == 0
+    assert made[0] > 0
+    assert sum(made) < 100
+
+
 def test_who_goes_within_a_draft_is_gone(model, always, monkeypatch):
     endless = Request([5] * 9, 400, Sampling(logit_bias={1: -100.0}))
     with engine_that_knows(model, [endless], monkeypatch, streams=1) as engine:

@@ -291,15 +291,19 @@ class Engine:
 
     def _step(self) -> None:
         started = time.perf_counter()
+        self._await_drafted()  # before a slot of its answers is given to another text
         self._end_cancelled()
         self._start_waiting()
-        self._await_drafted()
-        jobs, parts, drafts = self._plan(self._draft())
+        drafted = self._draft()
+        jobs, parts, drafts = self._plan(drafted)
         reading = [job for job in parts if not job.decodes]
         answers = {job: part for job, part in parts.items() if isinstance(job, Answer)}
         texts = {job: part for job, part in parts.items() if isinstance(job, Embedding)}
         self._counts.prefill_tokens += sum(parts[job] for job in reading if job in answers)
         submitted = self._submit_step(answers, drafts, started)
+        for job, draft in drafted.items():
+            if submitted is None or job not in submitted.drafts:
+                job.could_not_try(len(draft))
         before, self._pending = self._pending, submitted
         self._take_tokens(before)  # while the device is busy with what was submitted
         if submitted is not None:

@@ -178,6 +178,12 @@ class Answer(Job):
         self._kind = self.drafter.kind(self.text)
         return min(self._most - self.ticket.completion_tokens - 1, self._controller.length(self._kind, others))
 
+    def could_not_try(self, drafted: int) -> None:
+        """There was no memory for so many drafted tokens, which is as good a reason to draft less as if they were
+        wrong."""
+        if self._controller is not None:
+            self._controller.note(drafted, 0, self._kind)
+
     def take(self, choices: Sequence[Choice], drafted: int = 0) -> int:
         """The next tokens of the answer: one, and before it those of so many drafted ones that were right. Returns how
         many were taken, as the answer may end before the last of them."""

@@ -228,7 +228,7 @@ class Slots:
         """Empty all slots and give them back."""
         for slot in self._slots:
             self._hold(slot, 0)
-            slot.taken = False
+            slot.taken, slot.cache.hidden = False, None
         self._empty, self._kept = list(self._slots), {}
 
     def _hold(self, slot: Slot, length: int) -> None:
