@@ -98,7 +98,9 @@ def test_calls_are_those_that_were_asked_for(server):
         how = {"tool_choice": allowed(*some, mode="required"), "max_tokens": 60, "parallel_tool_calls": False}
         [call] = server.model.chat([USER], tools=TOOLS, **how).tool_calls
         assert call["function"]["name"] in some
-    assert server.model.chat([USER], tools=TOOLS, tool_choice=allowed(), max_tokens=4).tool_calls == []
+    none, untold = (server.model.chat([USER], tools=TOOLS, tool_choice=c, max_tokens=4) for c in (allowed(), "none"))
+    assert none.message == untold.message
+    assert none.generation.prompt_tokens == untold.generation.prompt_tokens
     choice = {"type": "function", "function": {"name": "auto"}}
     answer = server.model.chat([USER], tools=TOOLS, tool_choice=choice, max_tokens=60)
     [call] = answer.tool_calls
@@ -170,7 +172,7 @@ def test_a_cache_and_log_probabilities_go_on(server):
         ({"messages": [USER], "tool_choice": "required"}, "tool_choice"),
         ({"messages": [USER], "tools": TOOLS, "tool_choice": {"function": {"name": "other"}}}, "other"),
         ({"messages": [USER], "tools": TOOLS, "tool_choice": allowed("turn", "other")}, "other"),
-        ({"messages": [USER], "tools": TOOLS, "tool_choice": allowed(mode="required")}, "tool_choice"),
+        ({"messages": [USER], "tools": TOOLS, "tool_choice": allowed(mode="required")}, "tool_choice allows none"),
         ({"messages": [USER], "tools": TOOLS, "tool_choice": allowed("turn", mode="none")}, "allowed_tools"),
         ({"messages": [USER], "tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "allowed_tools"),
         ({"messages": [USER], "response_format": {"type": "xml"}}, "response_format"),

@@ -125,7 +125,7 @@ def test_calls_of_a_response(server):
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sun"}
     after = {"previous_response_id": found["id"], "input": [result], "tools": [tool], "max_output_tokens": 2}
     assert ok(server, "/v1/responses", after)["output"]
-    stay, few = {**tool, "name": "stay"}, [{"type": "function", "name": "stay"}, {"type": "web_search"}]
+    stay, few = {**tool, "name": "stay"}, [{"type": "function", "name": "stay"}, {"type": "mcp", "server_label": "x"}]
     held = {"tools": [tool, stay], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": few}}
     found = ok(server, "/v1/responses", body | held | {"parallel_tool_calls": False})
     assert [each["name"] for each in found["output"]] == ["stay"]

@@ -151,7 +151,7 @@ def render(texts: ChatTexts, asked: Conversation) -> str:
     if effort is not None:
         known = {"reasoning_effort": EFFORTS.get(effort, effort)}
         variables = known | dict.fromkeys(SWITCHES, effort not in OFF) | variables
-    functions = asked.functions if asked.choice.mode != "none" else ()
+    functions = asked.functions if asked.callable else ()
     turns, tools = list(asked.turns), [_definition(function) for function in functions]
     if tools and not syntax.tells_tools:
         turns = _with_system(turns, TOLD.format(tools="\n".join(json.dumps(tool) for tool in tools)))
@@ -237,7 +237,8 @@ def _check_choice(asked: Conversation) -> None:
             accepted = f"one of {', '.join(names)}" if names else "a name of a function in tools"
             raise wrong("tool_choice", json.dumps(name), accepted)
     if asked.choice.mode == "required" and not asked.callable:
-        raise FieldError("tool_choice", "tool_choice needs tools.")
+        problem = "tool_choice allows none of the functions in tools." if names else "tool_choice needs tools."
+        raise FieldError("tool_choice", problem)
 
 
 def _definition(function: Function) -> dict[str, Any]:

@@ -113,6 +113,7 @@ class ResponseTool(Body):
 
 
 class AllowedTool(Body):
+    harmless: ClassVar = frozenset({"server_label"})  # of tools that OpenAI would run
     type: str
     name: str | None = None
     namespace: str | None = None
