@@ -98,7 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="DEVICE",
         help="where --calibrate, --bits and --method gptq compute: cpu, cuda, cuda:N, metal, or auto: the first GPU if "
-        "it can calibrate the model, else the CPU. GPTQ uses an NVIDIA GPU that is named, with torch (default: auto)",
+        "it can calibrate the model, else the CPU. GPTQ uses an NVIDIA GPU that is named, with torch, else the CPU "
+        "(default: auto)",
     )
     parser.add_argument("--to", metavar="LAYOUT", help=f"{LAYOUTS} (default: billfish, or gguf by the name of OUT)")
     add_writing(

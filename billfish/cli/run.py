@@ -76,13 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reasoning-effort",
         choices=EFFORT_NAMES,
-        help="reasoning effort, for chat templates that know it; none turns thoughts off (default: that of the model)",
+        help="reasoning effort, where the chat template knows it; none and minimal turn thoughts off (default: that of "
+        "the model)",
     )
     parser.add_argument(
         "--reasoning-budget",
         type=int,
         metavar="N",
-        help="most tokens of thoughts; behind them the model goes on with its answer; -1 is no limit (default: -1)",
+        help="most tokens of thoughts; behind them the model goes on with its answer; below 0 is no limit "
+        "(default: -1)",
     )
     add_draft_arguments(parser)
     add_lora_argument(parser, "name of it; the last one answers")
@@ -174,13 +176,13 @@ def run(arguments: argparse.Namespace) -> None:
                 printer.show(delta)
     except KeyboardInterrupt:
         if not arguments.json:
-            print(" …")
+            printer.end(" …")
         raise
     first_token = first_token or time.perf_counter() - started
     if arguments.json:
         print(json.dumps(_record(answer, first_token, model)))
     else:
-        print()
+        printer.end()
         print_rates(answer.generation, model, arguments.context, first_token)
 
 
@@ -284,6 +286,10 @@ class Printer:
             print("\n", file=sys.stderr, flush=True)
         self._thinks = bool(thought)
         print(delta.get("content") or "", end="", flush=True)
+
+    def end(self, mark: str = "") -> None:
+        """mark: of an answer that was stopped. It stands where the answer has ended, in a thought or behind it."""
+        print(mark, file=sys.stderr if self._thinks else sys.stdout)
 
 
 def _record(said: ChatAnswer, first_token: float, model: Model) -> dict[str, object]:
@@ -437,10 +443,11 @@ class Chat:
         try:
             for delta in answer:
                 printer.show(delta)
+            printer.end()
         except KeyboardInterrupt:
-            print(" …", end="")
+            printer.end(" …")
         except ModelError as error:  # such as a GPU without memory for more
-            print(f"\nbillfish: {error}", file=sys.stderr)
-        print()
+            printer.end()
+            print(f"billfish: {error}", file=sys.stderr)
         print_rates(answer.generation, self._model, self._arguments.context)
         self._messages = [*messages, answer.message]

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -135,6 +136,17 @@ def test_thoughts_are_no_part_of_standard_output(thinking, capsys):
     shown = capsys.readouterr()
     assert shown.out == found["text"] + "\n"
     assert shown.err.startswith(found["reasoning_content"] + "\n")
+
+
+def test_a_thought_that_is_cut_ends_its_line_on_standard_error(thinking, capsys):
+    assert main(["run", str(thinking), "-p", "abba", "-n", "9", "--temperature", "0"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert re.search(r"\nprompt .* tok/s", shown.err), shown.err
+    printer = run.Printer()
+    printer.show({"reasoning_content": "abc"})
+    printer.end(" …")
+    assert capsys.readouterr() == ("", "abc …\n")
 
 
 def test_a_chat_keeps_thoughts_apart(thinking, monkeypatch, capsys):
