@@ -24,7 +24,7 @@ import numpy as np
 from billfish.backends.metal.kernels import Kernels
 from billfish.backends.metal.mps import PRELUDE
 from billfish.backends.metal.signature import write
-from billfish.cli import doctor_metal
+from billfish.cli import metal_checks
 from billfish.core.format import FORMATS
 
 MLX_PRELUDE = '#include "mlx/backend/metal/kernels/utils.h"\n'
@@ -59,8 +59,8 @@ def texts(formats: Iterable[str]) -> dict[str, str]:
 
     kernels = Kernels(recorder)
     kernels.without_units = ""
-    device = doctor_metal.Device(kernels, np.array, np.asarray)
-    for record in doctor_metal.checks("metal", formats, device):
+    device = metal_checks.Device(kernels, np.array, np.asarray)
+    for record in metal_checks.checks("metal", formats, device):
         assert "Error" not in record["verdict"], record  # what is computed here is zero, and wrong
     return found
 

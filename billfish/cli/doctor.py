@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends import BACKENDS
-from billfish.cli import doctor_metal
+from billfish.cli import metal_checks
 from billfish.cli.info import found
 from billfish.core.errors import BillfishError, DataError, MissingPackage, bad_argument
 from billfish.core.format import FORMATS
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         report["matmuls"] += _followed(checks(name), f"{name}: matmuls beside NumPy")
     _print("matmuls", report["matmuls"], COLUMNS, wrong_alone=True)
     if "metal" in names:
-        reason = doctor_metal.device_of("metal").kernels.without_units
+        reason = metal_checks.device_of("metal").kernels.without_units
         report["matrix_units"] = reason or "used"
         print(f"matrix units: not used: {reason}." if reason else "matrix units: used.")
         report["times"] = _followed(times(), "metal: times beside MLX's")
@@ -94,8 +94,8 @@ def _usable() -> list[str]:
 def checks(name: str) -> Iterator[dict[str, Any]]:
     """Every kernel of an Apple GPU by name; then matmuls of any backend in every format, as a user calls them. An error
     may be twice that of a dense matmul of float16."""
-    if name in doctor_metal.NAMES:
-        yield from doctor_metal.checks(name, FORMATS)
+    if name in metal_checks.NAMES:
+        yield from metal_checks.checks(name, FORMATS)
     generator = np.random.default_rng(0)
     w = generator.standard_normal(SHAPE).astype(np.float32)
     for format in FORMATS:
@@ -112,7 +112,7 @@ def checks(name: str) -> Iterator[dict[str, Any]]:
             except Exception as error:  # of a compiler or a driver: what it says is what the report is for
                 yield record | {"verdict": f"{type(error).__name__}: {error}"}
             else:
-                yield record | doctor_metal.judged(x, dequantize(q), y)
+                yield record | metal_checks.judged(x, dequantize(q), y)
 
 
 def _multiplier(name: str) -> Callable[[NDArray[Any], QuantizedTensor], NDArray[Any]]:

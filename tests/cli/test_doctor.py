@@ -10,7 +10,7 @@ from llm_models import Small, write_model
 
 from billfish.backends import BACKENDS, emulator
 from billfish.backends.metal import Kernels
-from billfish.cli import doctor, doctor_metal
+from billfish.cli import doctor, metal_checks
 from billfish.cli.main import main
 from billfish.core.format import FORMATS
 from billfish.nn.torch.emulated_mps import mps
@@ -73,7 +73,7 @@ def test_kernels_that_are_wrong_by_name_are_found(monkeypatch):
         return lambda **call: [y * y.dtype.type(1.01) for y in built(**call)]
 
     monkeypatch.setitem(BACKENDS["metal-emulator"].__dict__, "kernels", Kernels(wrong))
-    records = list(doctor_metal.checks("metal-emulator", ["q4_0"]))
+    records = list(metal_checks.checks("metal-emulator", ["q4_0"]))
     assert {record["kernel"] for record in records} == KERNELS
     assert {record["verdict"] for record in records} == {"wrong"}
 
@@ -82,6 +82,6 @@ def test_kernels_that_are_wrong_by_name_are_found(monkeypatch):
 @pytest.mark.torch
 def test_every_kernel_is_checked_through_torch():
     with mps():
-        records = list(doctor_metal.checks("mps", ["mxfp4"]))
+        records = list(metal_checks.checks("mps", ["mxfp4"]))
     assert {record["kernel"] for record in records} == KERNELS - {"add_norm", "rotate", "recurrence"}
     assert {record["verdict"] for record in records} == {"right"}

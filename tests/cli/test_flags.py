@@ -103,6 +103,6 @@ def test_the_help_of_each_flag_ends_with_its_default(name):
 
 def test_files_of_commands_have_the_shape_of_a_command():
     """cli/ is one file a command; what several share has a name that is no command."""
-    shared = {"__init__", "main", "model_arguments", "parser", "pictures", "start"}
+    shared = {"__init__", "main", "metal_checks", "model_arguments", "parser", "pictures", "start"}
     folder = Path(module_of("run").__file__).parent
     assert {path.stem for path in folder.glob("*.py")} - shared == set(COMMANDS)

@@ -126,6 +126,7 @@ def test_run_prints_one_line_of_json_and_nothing_else(capfd):
     found = json.loads(captured.out)
     assert list(found) == [
         "text",
+        "reasoning_content",
         "finish_reason",
         "prompt_tokens",
         "generated_tokens",

@@ -469,7 +469,7 @@ def test_chat_keeps_its_history_and_survives_ctrl_c(model, monkeypatch, capsys):
     chat.talk()
     captured = capsys.readouterr()
     assert captured.err.count("answer 3 tokens") == 2
-    assert "context 128" in captured.err
+    assert "context is 128" in captured.err
     assert "new conversation" in captured.err
     assert [m["role"] for m in chat._messages] == ["system"]
 

@@ -301,9 +301,9 @@ class Engine:
         texts = {job: part for job, part in parts.items() if isinstance(job, Embedding)}
         self._counts.prefill_tokens += sum(parts[job] for job in reading if job in answers)
         submitted = self._submit_step(answers, drafts, started)
-        for job, draft in drafted.items():
-            if submitted is None or job not in submitted.drafts:
-                job.could_not_try(len(draft))
+        for answer, draft in drafted.items():
+            if submitted is None or answer not in submitted.drafts:
+                answer.could_not_try(len(draft))
         before, self._pending = self._pending, submitted
         self._take_tokens(before)  # while the device is busy with what was submitted
         if submitted is not None:

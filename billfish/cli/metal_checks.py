@@ -1,4 +1,4 @@
-"""Every kernel of an Apple GPU beside NumPy, for `billfish doctor`.
+"""Every kernel of an Apple GPU beside NumPy, for `billfish doctor` and `tools.metal_compile`.
 
 Matmuls choose a kernel by shape, so that a few of them leave some out. Here each is called by name.
 """
