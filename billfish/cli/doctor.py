@@ -205,7 +205,7 @@ def _print(title: str, records: list[dict[str, Any]], columns: tuple[str, ...], 
     shown = [r for r in records if not wrong_alone or r["verdict"] != "right"]
     right = len(records) - len(shown)
     if right:
-        largest = max(r["error"] / r["allowed"] for r in records if r["verdict"] == "right")
+        largest = max(r["error"] / (r["allowed"] or 1) for r in records if r["verdict"] == "right")  # 0 of 0 is 0
         print(f"{title}: {right} right; the largest error is {largest:.2f} of the allowed one.")
     if shown:
         print(f"{title}:")

@@ -110,7 +110,7 @@ def judged(x: Array, w: Array, y: Array) -> dict[str, Any]:
     return {"error": error, "allowed": allowed, "verdict": "right" if error <= allowed else "wrong"}
 
 
-def _alike(y: Array, expected: Array, allowed: float = 2.0**-24) -> dict[str, Any]:
+def _alike(y: Array, expected: Array, allowed: float = 0.0) -> dict[str, Any]:
     error = float(np.abs(y.astype(np.float64) - expected).max() / np.abs(expected.astype(np.float64)).max())
     return {"error": error, "allowed": allowed, "verdict": "right" if error <= allowed else "wrong"}
 
