@@ -199,6 +199,26 @@ def test_recurrent_states_go_back_behind_drafts(model_of, monkeypatch):
         assert model.generate(other, max_tokens=5, activations="q16", cache=cache).tokens == expected
 
 
+def test_drafts_that_find_no_memory_become_rare(model_of, monkeypatch):
+    model, made = model_of("llama3"), []
+    submit = model.decoder.submit
+
+    def without_room(passages, samplers, activations, drafts=()):
+        made.extend(len(draft) for draft in drafts)
+        return submit(passages, samplers, activations)
+
+    plain = model.generate(TOKENS[:9], max_tokens=120, activations="exact", logit_bias={1: -100.0}).tokens
+    monkeypatch.setattr(model.decoder, "submit", without_room)
+    oracle = Oracle(TOKENS[:9], plain, 1000)
+    found = Generation(
+        model.decoder, model.tokenizer, TOKENS[:9], 120, Sampling(0.0, logit_bias={1: -100.0}), "exact", drafter=oracle
+    ).finish()
+    assert found.tokens == plain
+    assert found.drafts.drafted == 0
+    assert made[0] > 0
+    assert sum(made) < 100
+
+
 @pytest.mark.parametrize(("name", "activations"), [("gpt-oss", "exact")])
 def test_a_model_that_a_draft_would_change(model_of, name, activations):
     """An expert's rows are not known before."""

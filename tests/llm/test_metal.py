@@ -197,6 +197,19 @@ def test_a_batch_takes_its_step_ahead(pair, name, monkeypatch):
     assert rows == [12, 2, 2, 1, 1, 5, 2, 2]
 
 
+def test_a_step_ahead_waits_while_others_decode(pair, monkeypatch):
+    _, metal = pair("qwen35")
+    caches, sampler = [metal.cache() for _ in range(2)], Sampling(temperature=0).sampler([])
+    plain = [metal.generate(TOKENS[i : i + 5], max_tokens=3, temperature=0).tokens for i in range(2)]
+    rows, found = passes(metal.decoder, monkeypatch), [[], []]
+    for _ in range(3):
+        for i, cache in enumerate(caches):
+            fed = found[i][-1:] or TOKENS[i : i + 5]
+            found[i] += metal.decoder.choose([(cache, fed)], [sampler], None)
+    assert found == plain
+    assert rows == [5, 1, 5, 1, 1, 1, 1, 1]
+
+
 def test_a_token_does_not_wait_for_the_step_behind_it(pair, monkeypatch):
     """MLX has an array when all that was submitted with it is there; and what runs may not read keys that the next
     step writes, or MLX copies them all."""

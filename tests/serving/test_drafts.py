@@ -227,6 +227,19 @@ def test_drafts_that_find_no_memory_become_rare(model, monkeypatch):
     assert sum(made) < 100
 
 
+def test_a_drafted_step_is_over_before_its_slot_is_anothers(model, always, monkeypatch):
+    """Where the device computes it meanwhile: its tokens are taken off the cache of the slot."""
+    requests = [Request([10 * i + 5] * 9, 30, Sampling(logit_bias={1: -100.0})) for i in range(3)]
+    with engine_that_knows(model, requests, monkeypatch, streams=1) as engine:
+        monkeypatch.setattr(model.decoder, "overlaps", True)
+        pending, look = [], engine._end_cancelled
+        monkeypatch.setattr(engine, "_end_cancelled", lambda: pending.append(engine._pending) or look())
+        for request in requests:
+            assert ask(engine, request).ids == alone(model, request, **EXACT)[1]
+        assert engine.counts().drafts > 0
+    assert not any(step.drafts for step in pending if step is not None)
+
+
 def test_who_goes_within_a_draft_is_gone(model, always, monkeypatch):
     endless = Request([5] * 9, 400, Sampling(logit_bias={1: -100.0}))
     with engine_that_knows(model, [endless], monkeypatch, streams=1) as engine:

@@ -151,6 +151,11 @@ def test_strict_fields_refuses_unknown_ones(tmp_path):
         status, _, answer = chat(server, messages=[{"role": "user", "content": "a", "odd": 1}])
         assert answer["error"]["param"] == "messages[0].odd"
         assert chat(server, user="me")[0] == 200
+        tool, server_of_tools = {"type": "function", "name": "go"}, {"type": "mcp", "server_label": "there"}
+        choice = {"type": "allowed_tools", "mode": "auto", "tools": [server_of_tools]}
+        body = {"input": "a", "tools": [tool], "tool_choice": choice, "max_output_tokens": 1}
+        status, _, answer = send(server.url, "/v1/responses", body)
+        assert (status, answer.get("error")) == (200, None)
 
 
 def test_lengths_and_limits_of_clients(server):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import random
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 from llm_models import TEMPLATE, vocabulary
 
 import billfish as bf
+from billfish.backends.cpu import _cpu
 from billfish.checkpoints.tokenizer.gguf_tokenizer import merges_of, read_metadata
 from billfish.checkpoints.tokenizer.pre_tokenizers import CUTS
 from billfish.checkpoints.tokenizer.tokenizer import byte_characters
@@ -99,6 +103,17 @@ def test_threads_share_one_encoder_of_the_library():
     for thread in threads:
         thread.join()
     assert len({id(encoder) for encoder in made}) == 1
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python hashes by SipHash-1-3 from 3.11 on")
+def test_pieces_are_hashed_as_python_hashes_texts():
+    """Which takes a key of zeros where PYTHONHASHSEED is 0."""
+    texts = ["a" * length + "bc" for length in range(40)]
+    code = f"print([hash(text) % 2**64 for text in {texts}])"
+    told = subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": "0"}, capture_output=True, check=True)
+    assert [_cpu.sip_hash(text, 0, 0) for text in texts] == json.loads(told.stdout)
+    hashes = {_cpu.sip_hash("a", *keys) for keys in ((0, 0), (1, 0), (0, 1))}
+    assert len(hashes) == 3
 
 
 def test_an_added_token_that_looks_like_a_byte_is_left_to_the_library():

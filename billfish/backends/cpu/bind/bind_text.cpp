@@ -12,6 +12,7 @@ namespace nb = nanobind;
 namespace billfish {
 
 void bind_text(nb::module_& module) {
+  module.def("sip_hash", [](const std::string& text, uint64_t first, uint64_t second) { return SipHash(first, second)(text); }, "For tests.");
   nb::class_<BytePairs>(module, "BytePairs")
       .def(nb::init<std::vector<std::optional<std::string>>, const std::vector<std::string>&, bool>(), nb::call_guard<nb::gil_scoped_release>())
       .def("merges", &BytePairs::merges)

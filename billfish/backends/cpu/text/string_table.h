@@ -19,6 +19,7 @@ class SipHash {
     std::random_device random;
     for (uint64_t& key : keys_) key = uint64_t(random()) << 32 ^ random();
   }
+  SipHash(uint64_t first, uint64_t second) : keys_{first, second} {}
 
   uint64_t operator()(std::string_view string) const {
     uint64_t v[4] = {keys_[0] ^ 0x736f6d6570736575, keys_[1] ^ 0x646f72616e646f6d, keys_[0] ^ 0x6c7967656e657261, keys_[1] ^ 0x7465646279746573};
@@ -59,12 +60,15 @@ class StringTable {
     size_t size = 16;
     while (size < 2 * strings_.size()) size *= 2;
     slots_.resize(size);
-    for (size_t i = 0; i < strings_.size(); i++)
-      if (strings_[i]) slots_[slot_of(*strings_[i])] = {uint32_t(hash_(*strings_[i]) >> 32), int32_t(i)};
+    for (size_t i = 0; i < strings_.size(); i++) {
+      if (!strings_[i]) continue;
+      const uint64_t hash = hash_(*strings_[i]);
+      slots_[slot_of(*strings_[i], hash)] = {uint32_t(hash >> 32), int32_t(i)};
+    }
   }
 
   // The number of a string, or -1.
-  int32_t find(std::string_view string) const { return slots_[slot_of(string)].at; }
+  int32_t find(std::string_view string) const { return slots_[slot_of(string, hash_(string))].at; }
   const std::string& operator[](int32_t at) const { return *strings_[size_t(at)]; }
 
  private:
@@ -74,8 +78,7 @@ class StringTable {
   };
 
   // Where a string is, or the empty slot where it would be.
-  size_t slot_of(std::string_view string) const {
-    const uint64_t hash = hash_(string);
+  size_t slot_of(std::string_view string, uint64_t hash) const {
     for (size_t i = hash;; i++) {
       const Slot& slot = slots_[i & (slots_.size() - 1)];
       if (slot.at < 0 || (slot.hash == uint32_t(hash >> 32) && *strings_[size_t(slot.at)] == string)) return i & (slots_.size() - 1);
