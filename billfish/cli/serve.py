@@ -22,6 +22,7 @@ from billfish.core.errors import BillfishError, DataError, bad_argument, readabl
 from billfish.core.extras import folder_of
 from billfish.core.files import path_of
 from billfish.core.machine import allowed_cores
+from billfish.llm.chat_answer import EFFORT_NAMES
 from billfish.llm.chat_template import start_process
 from billfish.llm.devices import device_memory, is_gpu
 
@@ -140,14 +141,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--reasoning-effort",
-        choices=["none", "minimal", "low", "medium", "high", "xhigh"],
-        help="reasoning effort of requests that name none; none turns thoughts off (default: that of the model)",
+        choices=EFFORT_NAMES,
+        help="reasoning effort of requests that name none; none and minimal turn thoughts off (default: that of the "
+        "model)",
     )
     parser.add_argument(
         "--reasoning-budget",
         type=int,
         metavar="N",
-        help="most tokens of thoughts, for requests that name no budget; -1 is no limit (default: -1)",
+        help="most tokens of thoughts, for requests that name no budget; below 0 is no limit (default: -1)",
     )
     parser.add_argument(
         "--fronts",
