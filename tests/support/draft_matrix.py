@@ -158,7 +158,8 @@ def run(folder: Path, device: str, format: str, activations: str | None, given: 
 
 def record(lines: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str, Any]:
     """What all cases have in common, and the sums of their counts."""
-    each = {"formats": "format", "activations": "activations", "drafters": "drafter", "batches": "batch"}
+    each = {"models": "model", "formats": "format", "activations": "activations", "drafters": "drafter"}
+    each |= {"batches": "batch"}
     kinds = {name: [*dict.fromkeys(line[key] for line in lines if line[key])] for name, key in each.items()}
     counts = {name: sum(line[name] for line in lines) for name in ("answers", "differing", "drafted", "accepted")}
     return {"about": about, "prompts": lines[0]["answers"], **kinds, **counts}
