@@ -13,8 +13,8 @@ measured again. At the end, the pages with its tables are written anew (pages.py
 
 Methods: rtn, mse; weighted, which is mse with the mean squares of the inputs; gptq, with the inputs of the float model;
 sequential, which is gptq with those of the quantized matrices before; tune, which is sequential and then `billfish
-tune`; codes, which is the same with --codes; bits, which is weighted with a format for each matrix (`--bits 4.6`);
-bits-sequential, bits-tune and bits-codes, which are sequential, tune and codes with `--bits 4.5`; ggml.
+tune`; bits, which is weighted with a format for each matrix (`--bits 4.6`); bits-sequential and bits-tune, which are
+sequential and tune with `--bits 4.5`; ggml.
 """
 
 from __future__ import annotations
@@ -100,15 +100,15 @@ def quantized_in_order(folder: Path, case: Case) -> Path:
 
 def tuned(folder: Path, case: Case) -> Path:
     """The same, tuned."""
-    source, codes = quantized_in_order(folder, case), case["method"].endswith("codes")
+    source = quantized_in_order(folder, case)
     out = source.with_name(f"{case['method']}-{source.name}")
-    settings = {"text": folder / "mixed.txt", "tokens": MANY, "codes": codes, "overwrite": True}
-    bf.tune_checkpoint(source, out, against=default_model(), **settings)
+    text = folder / "mixed.txt"
+    bf.tune_checkpoint(source, out, against=default_model(), text=text, tokens=MANY, overwrite=True)
     return out
 
 
 # Methods that are measured from files, as users write them.
-IN_ORDER = {"sequential": quantized_in_order, "tune": tuned, "codes": tuned}
+IN_ORDER = {"sequential": quantized_in_order, "tune": tuned}
 IN_ORDER |= {f"bits-{name}": write for name, write in IN_ORDER.items()}
 
 
@@ -302,7 +302,7 @@ def main() -> None:
     parser.set_defaults(json=RESULTS)
     parser.option("--tokens", "tokens of news", 20480, command.positive, "N")
     parser.listed("--formats", "formats", "q4_0,fp4:32,u4b8:128,u4:128,nvfp4,mxfp4,iq4_nl")
-    parser.listed("--methods", "methods", "rtn,mse,weighted,gptq,sequential,tune,codes,bits,bits-sequential,bits-tune")
+    parser.listed("--methods", "methods", "rtn,mse,weighted,gptq,sequential,tune,bits,bits-sequential,bits-tune")
     parser.option("--device", "cpu, cuda or cuda:N; auto is a GPU if there is one", "auto", str, "D")
     parser.add_argument("--folder", type=Path, help="folder that keeps statistics, 1.2 GB (default: none)")
     parser.add_argument("--ggml", type=Path, metavar="FOLDER", help="folder with libggml-base.so: its quantizer, too")

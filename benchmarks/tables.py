@@ -323,7 +323,6 @@ def in_order(results: Results) -> str:
     """KL divergence of GPTQ by the float model's inputs and in order, and of `tune` after it, in brackets over the
     first."""
     methods = {"gptq": "`--no-sequential`", "sequential": "`--method gptq`", "tune": "then `tune`"}
-    methods["codes"] = "then `tune --codes`"
     rows: dict[str, dict[str, Results]] = {}
     for record in results["records"]:
         if (record["calibration_text"], record["calibration_tokens"]) == ("mixed", 32768):
@@ -931,7 +930,7 @@ TABLES: Mapping[str, Table] = {
     # quality
     "quality-llm": Table("quality.json", language, QUALITY),
     "quality-llm-others": Table("quality.json", others, QUALITY),
-    "quality-in-order": Table("quality.json", in_order, "python -m benchmarks.quality --methods sequential,tune,codes"),
+    "quality-in-order": Table("quality.json", in_order, "python -m benchmarks.quality --methods sequential,tune"),
     "quality-embeddings": Table("quality.json", embeddings, QUALITY),
     "quality-range": Table("quality.json", divergences),
     "sweep": Table("sweep.json", sweep, "python -m benchmarks.sweep MODEL --text FILE --calibrate FILE"),

@@ -70,11 +70,11 @@ GROUPS = {
             resumes=True,
         ),
         "tune": Command(
-            "train scales (and codes) of a quantized model, by KL divergence",
+            "train the scales of a quantized model, by KL divergence",
             "IN OUT --against MODEL [options]",
             "billfish tune IN OUT --against FLOATS --text FILE",
             resumes=True,
-            note="It needs torch. Formats and sizes stay as they are; codes, too, without --codes.",
+            note="It needs torch. Formats, sizes and codes stay as they are.",
         ),
         "convert": Command(
             "convert a checkpoint to another layout, without loss where possible",

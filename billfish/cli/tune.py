@@ -1,4 +1,4 @@
-"""`billfish tune`: train the scales of a quantized model, and its codes."""
+"""`billfish tune`: train the scales of a quantized model."""
 
 from __future__ import annotations
 
@@ -35,11 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="step size of Adam: about the relative change of a scale in a step; it falls to zero (default: 0.001)",
     )
     parser.add_argument(
-        "--codes",
-        action="store_true",
-        help="also train which of its format's values each weight has, by a rounding gate (default: off)",
-    )
-    parser.add_argument(
         "--device",
         default="auto",
         metavar="DEVICE",
@@ -63,7 +58,6 @@ def run(arguments: argparse.Namespace) -> None:
         window=arguments.window,
         epochs=arguments.epochs,
         rate=arguments.rate,
-        codes=arguments.codes,
         device=arguments.device,
         overwrite=arguments.force,
     )

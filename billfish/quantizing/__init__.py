@@ -4,8 +4,7 @@ calibrate_checkpoint  a text through a model, layer by layer: statistics of its 
 quantize_checkpoint   a checkpoint to one format, to a mix, or to an average of bits
 sensitivity           what a format costs a model
 bit_plan              a format for each matrix
-tune_checkpoint       scales and codes that are trained to predict a text as another model does
+tune_checkpoint       scales that are trained to predict a text as another model does
 trained_matrix        scales of one matrix, as torch trains them
-rounding_gate         codes of one matrix, as torch trains them
 torch_decoder         a decoder in torch, which has gradients
 """

@@ -1,6 +1,6 @@
 """Train the scales of a quantized model so that it predicts a text as another model does.
 
-Codes stay as they are, or are trained, too. The result is an ordinary file: the same formats, the same size, the same
+Codes stay as they are. The result is an ordinary file: the same formats, the same size, the same
 speed. The loss is the KL divergence of the predictions, as `billfish eval --against` measures it, and Adam takes a step
 for each window of the text. The other model's hidden states are computed once, by our kernels.
 """
@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -42,7 +42,6 @@ from billfish.llm.model_files import Source, open_source
 from billfish.llm.model_weights import ModelTensors
 from billfish.models import describe
 from billfish.models.description import Matrix
-from billfish.ops.matmul import dequantize
 from billfish.quantizing.calibrate_checkpoint import TOKENS, WINDOW, named_text, windows_of
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
 CALL = "tune"
 LOG = logging.getLogger(__name__)
 EPOCHS, RATE = 2, 0.001
-CODE_RATE = 0.01  # of rounding gates: a weight takes at least 10 steps to its next value
 ROWS = 128  # of logits at a time: a vocabulary is wide
 SAVE_SECONDS = 60.0
 
@@ -69,15 +67,14 @@ def tune_checkpoint(
     window: int | None = None,
     epochs: int = EPOCHS,
     rate: float = RATE,
-    codes: bool = False,
     device: str = "auto",
     overwrite: bool = False,
     progress: bool = True,
 ) -> ConversionReport:
     """Train the scales of a quantized model by its KL divergence from another one: what `billfish tune` does.
 
-    Formats and all other tensors stay as they are. If the process is killed, the same call continues from the last
-    minute.
+    Formats, codes and all other tensors stay as they are. If the process is killed, the same call continues from the
+    last minute.
 
     src: a quantized model of attention and dense feed-forward layers: a GGUF file or a folder.
     dst: a file or folder to create, in the same layout.
@@ -86,7 +83,6 @@ def tune_checkpoint(
     window: tokens that see each other (512, or the context). Each window is a step.
     epochs: how often the text is read. rate: the step size of Adam, about the relative change of a scale in a step; it
     falls to zero.
-    codes: whether codes are trained, too, by a rounding gate.
     device: "cpu", "cuda" or "cuda:N"; "auto" is a GPU if torch has one.
     overwrite: whether a `dst` that exists is replaced. progress: whether to draw a bar on terminals.
 
@@ -118,9 +114,9 @@ def tune_checkpoint(
     windows = [part for part in windows_of(source.tokenizer(), content, tokens, window) if len(part) > 1]
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     truth = identity(Checkpoint(path_of(CALL, against)).files)
-    settings_of_run = [__version__, identity(checkpoint.files), truth, windows, epochs, rate, codes]
+    settings_of_run = [__version__, identity(checkpoint.files), truth, windows, epochs, rate]
     kept = Path(f"{os.path.abspath(out)}.partial-tuning")
-    training = Training(source, checkpoint, Path(against), windows, Steps(epochs, rate, codes), place)
+    training = Training(source, checkpoint, Path(against), windows, Steps(epochs, rate), place)
     training.run(kept, hashlib.sha256(json.dumps(settings_of_run).encode()).hexdigest(), progress)
     report = export(CALL, training.result(), out, settings, False)
     kept.unlink(missing_ok=True)
@@ -129,12 +125,10 @@ def tune_checkpoint(
 
 @dataclass(frozen=True)
 class Steps:
-    """`epochs` times through the windows, with step sizes that fall to zero: Adam's for scales from `rate`, those of
-    rounding gates for codes, where they are trained, from CODE_RATE."""
+    """`epochs` times through the windows, with step sizes that fall from `rate` to zero."""
 
     epochs: int
     rate: float
-    codes: bool = False
 
 
 @dataclass
@@ -175,13 +169,11 @@ class Training:
         self._bar = Progress(steps.epochs * len(windows), "steps", enabled=False)
         tensors = ModelTensors(source, describe(source.fields, source.vocabulary, source.tensors))
         self._fixed: dict[Matrix, torch.Tensor] = {}
-        self.trained = self._movable(tensors, _float_weights(against) if steps.codes else lambda matrix: None)
+        self.trained = self._movable(tensors)
         self.decoder: TorchDecoder = TorchDecoder(tensors, self._weights, device, self._computed)
         self.truth = self._truth(against)
 
-    def _movable(
-        self, tensors: ModelTensors, target: Callable[[Matrix], np.ndarray[Any, Any] | None]
-    ) -> dict[Matrix, TrainedMatrix]:
+    def _movable(self, tensors: ModelTensors) -> dict[Matrix, TrainedMatrix]:
         """The matrices of layers that can be trained; raises if there are none."""
         from billfish.quantizing.torch_decoder import check_supported
         from billfish.quantizing.trained_matrix import TrainedMatrix, why_fixed
@@ -193,17 +185,17 @@ class Training:
             tensor = tensors.matrix(matrix)
             if matrix == tensors.config.head or not isinstance(tensor, QuantizedTensor):
                 continue
-            reason = "it is part of another matrix" if matrix.joined else why_fixed(tensor, self._steps.codes)
+            reason = "it is part of another matrix" if matrix.joined else why_fixed(tensor)
             if not reason and self._rows(matrix) is None:
                 reason = "the file has it in another form"
             if reason:
                 reasons[matrix.name] = reason
             else:
-                found[matrix] = TrainedMatrix(tensor, self._device, self._steps.codes, target(matrix))
+                found[matrix] = TrainedMatrix(tensor, self._device)
         if not found:
             name, reason = next(iter(reasons.items()), ("", "no matrix of a layer is quantized"))
             problem = f"{self._checkpoint.path} has no scales to train: {reason}{f' ({name})' if name else ''}"
-            fix = "Train a format with scales in float16, such as iq4_nl, or codes, too: --codes (codes=True)."
+            fix = "Train a format with scales in float16, such as iq4_nl."
             raise DataError(failure(CALL, problem, fix))
         return found
 
@@ -247,20 +239,15 @@ class Training:
         import torch
 
         parameters = [each for matrix in self.trained.values() for each in matrix.parameters]
-        # As a group, since there are none where only codes are trained.
-        optimizer = torch.optim.Adam([{"params": parameters}], lr=self._steps.rate, betas=(0.9, 0.95))
+        optimizer = torch.optim.Adam(parameters, lr=self._steps.rate, betas=(0.9, 0.95))
         count = self._steps.epochs * len(self._windows)
         done, losses = self._continued(kept, run, optimizer)
         saved = time.monotonic()
         with Progress(count, "steps", enabled=progress) as self._bar:
             self._bar.advance(done, "computing what is to be predicted")
             for step in range(done, count):
-                left = 1 - step / count
                 for group in optimizer.param_groups:
-                    group["lr"] = self._steps.rate * left
-                for matrix in self.trained.values():
-                    if matrix.gate is not None:
-                        matrix.gate.rate = CODE_RATE * left
+                    group["lr"] = self._steps.rate * (1 - step / count)
                 optimizer.zero_grad(set_to_none=True)
                 losses.append(self._gradients(step % len(self._windows)))
                 optimizer.step()
@@ -293,7 +280,7 @@ class Training:
 
     @property
     def _state(self) -> list[torch.Tensor]:
-        return [each for matrix in self.trained.values() for each in matrix.state]
+        return [each for matrix in self.trained.values() for each in matrix.parameters]
 
     def _keep(self, kept: Path, run: str, step: int, losses: list[float], optimizer: Any) -> None:
         import torch
@@ -341,21 +328,6 @@ class Training:
         view = self._checkpoint.view(entries, [*entries])
         view.origins, view.files = {}, []  # no file has these bytes, so that no other run may continue with them
         return view
-
-
-def _float_weights(against: Path) -> Callable[[Matrix], np.ndarray[Any, Any] | None]:
-    """The weights of another model, by matrix; None for one that it does not have."""
-    source = open_source(against)
-    tensors = ModelTensors(source, describe(source.fields, source.vocabulary, source.tensors))
-    shapes = {matrix.name: matrix.shape for matrix in tensors.matrices}
-
-    def weights(matrix: Matrix) -> np.ndarray[Any, Any] | None:
-        if shapes.get(matrix.name) != matrix.shape:
-            return None
-        tensor = tensors.matrix(matrix)
-        return dequantize(tensor) if isinstance(tensor, QuantizedTensor) else np.asarray(tensor, np.float32)
-
-    return weights
 
 
 def _held(name: str, tensor: QuantizedTensor) -> HeldMatrix:

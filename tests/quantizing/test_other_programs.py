@@ -46,20 +46,18 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("target", LOADERS)
-@pytest.mark.parametrize("codes", [False, True])
-def test_tuned_files_have_our_perplexity_elsewhere(tmp_path, monkeypatch, target, codes):
+def test_tuned_files_have_our_perplexity_elsewhere(tmp_path, target):
     format, loader = LOADERS[target]
     write_model(tmp_path / "in", "llama3", rope_parameters=ROPE)
     (tmp_path / "text.txt").write_text(TEXT)
     suffix = ".gguf" if target == "gguf" else ""
     quantized, tuned = tmp_path / f"quantized{suffix}", tmp_path / f"tuned{suffix}"
-    monkeypatch.setattr("billfish.quantizing.tune_checkpoint.CODE_RATE", 0.1)
     text = {"progress": False}
     bf.quantize_checkpoint(
         tmp_path / "in", quantized, format, to=target, method="gptq", calibrate=tmp_path / "text.txt", **text
     )
     settings = {"against": tmp_path / "in", "text": tmp_path / "text.txt", "tokens": 192, "window": 48, "rate": 0.01}
-    bf.tune_checkpoint(quantized, tuned, **settings, codes=codes, device="cpu", **text)
+    bf.tune_checkpoint(quantized, tuned, **settings, device="cpu", **text)
     perplexities = []
     for path in (quantized, tuned):
         ours = load(path, device="cpu", progress=False)

@@ -1,5 +1,4 @@
-"""Training: the decoder in torch is ours, the divergence falls, only what is asked for changes, and a stopped run goes
-on."""
+"""Training scales: the decoder in torch is ours, the divergence falls, codes stay, and a stopped run goes on."""
 
 from __future__ import annotations
 
@@ -88,60 +87,6 @@ def test_the_trained_tensor_means_the_trained_weights(name):
     np.testing.assert_array_equal(tensor.format.unpack_codes(trained.tensor().storage), codes)
 
 
-@pytest.mark.parametrize("name", [*TRAINABLE, "mxfp4", "q8_0"])
-def test_a_gate_that_did_not_move_keeps_codes(name):
-    """Also those of several with one value, such as 0 and -0."""
-    w = np.random.default_rng(3).standard_normal((6, 256)).astype(np.float32)
-    tensor = bf.quantize(w, name)
-    assert why_fixed(tensor, codes=True) == ""
-    for target in (w, None):
-        trained = TrainedMatrix(tensor, CPU, True, target)
-        np.testing.assert_allclose(trained.weights().detach().numpy(), bf.dequantize(tensor), rtol=1e-6, atol=1e-7)
-        for part, array in trained.tensor().storage.items():
-            np.testing.assert_array_equal(array, tensor.storage[part])
-
-
-@pytest.mark.parametrize("name", ["q4_0", "mxfp4", "iq4_nl", "q4_1", "u4", "nf4", "q4_k", "nvfp4"])
-def test_a_gate_finds_the_codes_of_least_loss(name):
-    """Weights that should be one value further, of which half begin at the side where it is. q4_0 has negative scales,
-    and u4 zero points."""
-    rng = np.random.default_rng(4)
-    w = rng.standard_normal((4, 256)).astype(np.float32)
-    tensor = bf.quantize(w, name)
-    numbers, codes = tensor.format.element.values, tensor.format.unpack_codes(tensor.storage)
-    levels = np.unique(numbers)
-    place = np.searchsorted(levels, numbers[codes])
-    wanted_place = np.clip(place + rng.integers(-1, 2, place.shape), 0, len(levels) - 1)
-    wanted_codes = np.array([np.flatnonzero(numbers == level)[0] for level in levels], np.uint8)[wanted_place]
-    planes = tensor.format.with_codes(dict(tensor.format.unpack(tensor.storage)), wanted_codes)
-    wanted = tensor.format.decode(planes, tensor.group_size)
-    for target in (None, wanted):
-        trained = TrainedMatrix(tensor, CPU, True, target)
-        for step in range(40):
-            trained.gate.rate = 0.05 * (1 - step / 40)
-            (trained.weights() - torch.from_numpy(wanted)).square().sum().backward()
-        np.testing.assert_array_equal(bf.dequantize(trained.tensor()), wanted)
-        np.testing.assert_allclose(trained.weights().detach().numpy(), wanted, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", first(1, ["mxfp4", "q4_0", "nvfp4"]))
-def test_codes_lower_the_divergence_too(model, name, monkeypatch):
-    before, after = model.parent / "before.gguf", model.parent / "after.gguf"
-    bf.quantize_checkpoint(model, before, name, progress=False)
-    monkeypatch.setattr(tuning, "CODE_RATE", 0.04)
-    bf.tune_checkpoint(before, after, **settings(model, epochs=6, codes=True))
-    assert divergence(after, model) < 0.8 * divergence(before, model)
-    old, new = bf.open_checkpoint(before), bf.open_checkpoint(after)
-    for own in old:
-        a, b = old[own], new[own]
-        if not isinstance(a, bf.QuantizedTensor):
-            np.testing.assert_array_equal(a, b)
-            continue
-        assert (a.format, a.shape, a.group_size) == (b.format, b.shape, b.group_size)
-        moved = (a.format.unpack_codes(a.storage) != b.format.unpack_codes(b.storage)).mean()
-        assert moved > 0 if own.startswith("blk.") else moved == 0
-
-
 @pytest.mark.parametrize("name", first(3, ["iq4_nl", "q4_1", "u4b8", "nvfp4", "u4"]))
 def test_the_divergence_falls(model, name):
     """On the text itself: with so few tokens, that is all there is to learn."""
@@ -165,12 +110,10 @@ def test_the_divergence_falls(model, name):
     assert not list(model.parent.glob("*.partial*"))
 
 
-@pytest.mark.parametrize("codes", [False, True])
-def test_a_stopped_run_goes_on_to_the_same_bytes(model, monkeypatch, codes):
-    monkeypatch.setattr(tuning, "CODE_RATE", 0.1)
+def test_a_stopped_run_goes_on_to_the_same_bytes(model, monkeypatch):
     quantized, whole, cut = (model.parent / f"{name}.gguf" for name in ("quantized", "whole", "cut"))
     bf.quantize_checkpoint(model, quantized, "q4_0", progress=False)
-    bf.tune_checkpoint(quantized, whole, **settings(model, codes=codes))
+    bf.tune_checkpoint(quantized, whole, **settings(model))
     monkeypatch.setattr(tuning, "SAVE_SECONDS", 0.0)
     gradients, left = tuning.Training._gradients, [0]
 
@@ -184,10 +127,10 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(model, monkeypatch, codes):
         patched.setattr(tuning.Training, "_gradients", stopping)
         for left[0] in (3, 1, 4):
             with pytest.raises(KeyboardInterrupt):
-                bf.tune_checkpoint(quantized, cut, **settings(model, codes=codes))
+                bf.tune_checkpoint(quantized, cut, **settings(model))
     steps = []
     monkeypatch.setattr(tuning.Training, "_gradients", lambda *a: steps.append(a) or gradients(*a))
-    bf.tune_checkpoint(quantized, cut, **settings(model, codes=codes))
+    bf.tune_checkpoint(quantized, cut, **settings(model))
     assert len(steps) == 2 * 4 - 5
     assert cut.read_bytes() == whole.read_bytes()
     assert not list(model.parent.glob("*.partial*"))
@@ -245,7 +188,6 @@ def test_command(model, capsys):
     bf.quantize_checkpoint(model, quantized, "q4_0", progress=False)
     words = ["tune", str(quantized), str(out), "--against", str(model), "--tokens", "80", "--window", "40"]
     assert main([*words, "--device", "cpu"]) == 0
-    assert main([*words, "--device", "cpu", "--codes", "--force"]) == 0
     captured = capsys.readouterr()
     assert "q4_0" in captured.out
     assert "built-in text" in captured.err
