@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+
 import numpy as np
 import pytest
 from llm_models import Small, write_model
 
 from benchmarks import llm_speed, records, tables
+from benchmarks.peers.instructions import instructions_of
 from benchmarks.peers.llama_cpp import Ours
+from benchmarks.peers.openvino import OpenVino
 from billfish.llm import load
 
 TOKENS = np.random.default_rng(0).integers(4, 260, 96).tolist()
@@ -57,6 +62,45 @@ def test_timings_count_all_tokens(ours, monkeypatch):
     assert [len(cache.tokens) for cache in ours._caches[:3]] == [8, 8, 0]
 
 
+class Answers(OpenVino):
+    """A prompt takes a second for each token, and an answer a tenth of one."""
+
+    def __init__(self):
+        pass
+
+    def answer(self, tokens, count):
+        return float(len(tokens)), 0.1
+
+
+def test_whole_answers_give_the_same_timings():
+    tokens = [0] * llm_speed.DEEP_PROMPT
+    found = {
+        what: (count, seconds)
+        for group in llm_speed.MEASUREMENTS
+        for what, count, seconds in llm_speed.timings(Answers(), group, tokens)
+    }
+    assert found["generation"] == (128, pytest.approx(12.8))
+    assert found["prompt of 512"] == (512, 512)
+    assert found["generation after 16384"] == (32, pytest.approx(3.2))
+    assert {"prompt of 4096", "generation after 4096", "generation after 1024"} <= found.keys()
+
+
+ASSEMBLY = {
+    "x86_64": ("vpdpbusd %zmm0, %zmm1, %zmm2\nvpmaddubsw %ymm0, %ymm1, %ymm2\n", ["AVX2", "AVX-512 VNNI"]),
+    "aarch64": (".arch armv8.2-a+dotprod\nsdot v0.4s, v1.16b, v2.16b\n", ["dotprod"]),
+}
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(platform.machine() not in ASSEMBLY, reason="has assembly for x86_64 and aarch64")
+def test_a_peer_is_said_to_have_what_its_machine_code_has(tmp_path):
+    source, expected = ASSEMBLY[platform.machine()]
+    file = tmp_path / "kernel.s"
+    file.write_text(source)
+    subprocess.run(["cc", "-c", file, "-o", tmp_path / "kernel.so"], check=True)
+    assert instructions_of([tmp_path / "kernel.so"]) == expected
+
+
 def results(peers, **seconds):
     records = [
         {"what": "generation", "who": who, "tokens": 128, "seconds": s, "rounds": 1} for who, s in seconds.items()
@@ -77,6 +121,12 @@ def test_a_peer_that_is_not_measured_keeps_its_records():
     assert set(both["about"]["peers"]) == {"llama.cpp", "ik_llama.cpp"}
     *_, row, _ = tables.speed(both, ["generation"]).splitlines()
     assert row.endswith("| 64 tok/s | 128 tok/s | 256 tok/s (2.00) |  |  |")
+
+
+def test_the_tables_say_what_a_peer_contains():
+    found = results(["llama.cpp", "OpenVINO GenAI"], **{"llama.cpp": 1.0})
+    found["about"]["peers"]["llama.cpp"]["instructions"] = ["AVX2", "AMX"]
+    assert tables.peers(found) == "llama.cpp 1 with AVX2, AMX (today), OpenVINO GenAI 1 (today)"
 
 
 def test_medians_are_recorded():
