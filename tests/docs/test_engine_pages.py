@@ -62,8 +62,10 @@ def test_source_files_are_where_the_page_says(name):
 
 
 def constant(header: str, name: str) -> int:
-    """A constexpr of a header of simd/; AVX2 and AVX-VNNI share simd/ymm.h."""
-    shared = "simd/ymm.h" if header in ("simd/avx2.h", "simd/avx_vnni.h") else header
+    """A constexpr of a header of simd/; AVX2 and AVX-VNNI share simd/ymm.h, and AMX has those of AVX-512."""
+    shared = {"simd/avx2.h": "simd/ymm.h", "simd/avx_vnni.h": "simd/ymm.h", "simd/amx.h": "simd/avx512.h"}.get(
+        header, header
+    )
     (value,) = re.findall(rf"\b{name} = (\w+)", (BACKENDS / "cpu" / shared).read_text())
     return ["false", "true"].index(value) if value in ("false", "true") else int(value)
 

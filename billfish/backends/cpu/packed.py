@@ -46,7 +46,8 @@ SCALES = (
 )
 GROUPS = (16, 32, 64, 128, 256)
 LAYOUT = 3  # changes with the order of bytes in the stream
-ONE_STREAM = (("neon_i8mm", "neon_dotprod"),)  # levels that read what the others pack, best first
+# Levels that read what the others pack, best first.
+ONE_STREAM = (("neon_i8mm", "neon_dotprod"), ("amx", "avx512_vnni"))
 
 LINE = 64  # bytes of a cache line
 Rest = Mapping[str, "NDArray[Any] | np.dtype[Any]"]  # by names of planes: a plane, or the type of one (unpack.py)

@@ -67,33 +67,58 @@ def test_emulated_instructions_are_all_that_avx512_needs(compiler, name):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.full
-@pytest.mark.skipif("avx512_vnni" in _cpu.levels(), reason="test_products.py runs the level itself here")
-def test_avx512_emulated_multiplies_like_portable(compiler, tmp_path):
+def level(name: str, header: str, files: list[str], *more: str) -> list[tuple[str, Path, list[str]]]:
+    """Objects of a level to compile: their names, sources and flags."""
+    return [(f"{name}-{file}.o", SOURCES / f"level/{file}.cpp", [*of_level(name, header), *more]) for file in files]
+
+
+def run_comparison(name: str, compiler: str, folder: Path, levels: list[tuple[str, Path, list[str]]]) -> None:
+    """Compile levels with `name`.cpp, which compares their products, and run it."""
+
     def compile_to(name: str, source: Path, *more: str) -> str:
-        out = str(tmp_path / name)
-        result = subprocess.run([compiler, *FLAGS, *more, "-c", str(source), "-o", out], capture_output=True, text=True)
+        out = str(folder / name)
+        result = subprocess.run([compiler, *more, *FLAGS, "-c", str(source), "-o", out], capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         return out
 
-    def level(name: str, header: str, files: list[str], *more: str) -> list[tuple[str, Path, list[str]]]:
-        return [(f"{name}-{file}.o", SOURCES / f"level/{file}.cpp", [*of_level(name, header), *more]) for file in files]
-
     def build(program: Path) -> None:
         jobs = [
-            *level("avx512_vnni", "simd/avx512.h", [*FEW_ROWS, *PRODUCTS], f"-I{EMULATED}"),
-            *level("portable", "simd/portable.h", PRODUCTS),
-            ("compare.o", EMULATED / "compare_levels.cpp", []),
+            *levels,
+            ("compare.o", EMULATED / f"{name}.cpp", []),
             *((f"{name}.o", SOURCES / f"threads/{name}.cpp", []) for name in ("threads", "cores", "openmp")),
         ]
         with ThreadPoolExecutor(2) as pool:
             objects = list(pool.map(lambda job: compile_to(job[0], job[1], *job[2]), jobs))
         subprocess.run([compiler, *objects, "-pthread", "-ldl", "-o", str(program)], check=True)
 
-    program = kept("compare-levels", (compiler, FLAGS, sources()), build)
+    program = kept(name.replace("_", "-"), (compiler, FLAGS, sources()), build)
     result = subprocess.run([str(program)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
     assert result.stdout.endswith("products, 0 differ\n")
+
+
+def emulated_avx512() -> list[tuple[str, Path, list[str]]]:
+    return level("avx512_vnni", "simd/avx512.h", [*FEW_ROWS, *PRODUCTS], f"-I{EMULATED}")
+
+
+@pytest.mark.full
+@pytest.mark.skipif("avx512_vnni" in _cpu.levels(), reason="test_products.py runs the level itself here")
+def test_avx512_emulated_multiplies_like_portable(compiler, tmp_path):
+    levels = [*emulated_avx512(), *level("portable", "simd/portable.h", PRODUCTS)]
+    run_comparison("compare_levels", compiler, tmp_path, levels)
+
+
+@pytest.mark.full
+@pytest.mark.skipif("amx" in _cpu.levels(), reason="test_amx.py runs the level itself here")
+def test_amx_emulated_has_the_bits_of_avx512(compiler, tmp_path):
+    levels = [*emulated_avx512(), *level("amx", "simd/amx.h", ["level_amx"], f"-I{EMULATED}")]
+    run_comparison("compare_amx", compiler, tmp_path, levels)
+
+
+def test_emulated_instructions_are_all_that_amx_needs(compiler):
+    flags = [f"-I{EMULATED}", *FLAGS, *of_level("amx", "simd/amx.h"), "-fsyntax-only"]
+    result = subprocess.run([compiler, *flags, str(SOURCES / "level/level_amx.cpp")], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def when_linked(objects: Path) -> float:

@@ -8,7 +8,7 @@
 
 namespace billfish {
 
-// Kernels may read a bundle (tile of rows) and a vector past the end. The object owns the memory.
+// Kernels may read a block of a bundle (tile of rows) and a vector past the end. The object owns the memory.
 class Prepared {
  public:
   // For m rows; digits: 0 for exact, 1 for q8, 2 for q16. Weights that want floats get none. span: of x, see span_of_x.
@@ -20,7 +20,7 @@ class Prepared {
       integers = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks, digits_, level.lanes(w, m, digits_, span), span, nullptr, nullptr};
       integers.start_stride = level.start_stride(w, integers);
       const size_t all = size_t(integers.bundles() * blocks), rows = all * size_t(integers.lanes);
-      codes_.resize(rows * size_t(digits_) * 32 + 64), scale_.resize(rows * 2 + 4), totals_.resize(rows * 3 + 4), power_.resize(size_t(m));
+      codes_.resize((rows + size_t(integers.lanes)) * size_t(digits_) * 32 + 64), scale_.resize(rows * 2 + 4), totals_.resize(rows * 3 + 4), power_.resize(size_t(m));
       sums_.resize(rows * 3 * size_t(integers.parts()) + 4), starts_.resize(all * size_t(integers.start_stride) + 128);
       integers.codes = codes_.data(), integers.scale = scale_.data(), integers.totals = totals_.data();
       integers.sums = sums_.data(), integers.starts = starts_.data(), integers.power = power_.data();

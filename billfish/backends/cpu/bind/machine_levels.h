@@ -29,6 +29,7 @@ inline bool runs_here(std::string_view name) {
   if (name == "avx2") return has.avx2;
   if (name == "avx_vnni") return has.avx_vnni;
   if (name == "avx512_vnni") return has.avx512_vnni;
+  if (name == "amx") return has.amx;
 #endif
   return name == "portable";
 }

@@ -61,14 +61,14 @@ inline Blocks blocks_in_stream(const Weights& w, const TileShape& shape, int64_t
   return {at, chunk * 8, blocks, shape.span, shape.span_header, shape.chunk_header};
 }
 
-// Many rows of x. For every slice of a tile, decode(shape, run) may put its blocks into a buffer and run to it; then add(run, row,
-// sums) adds them times the rows of x [row, row + x.lanes) to sums [x.lanes][TILE_ROWS], for which there is always room.
+// Many rows of x, in panels of up to `panel_bytes` of codes. For every slice of a tile, decode(shape, run) may put its blocks into a buffer and run to it;
+// then add(run, first_row, last_row, sums) adds them times these rows of x to sums [rows][TILE_ROWS]. There is room for whole bundles.
 template <class Decode, class Add>
-void multiply_panels(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last, Decode decode, Add add) {
-  // Rows of x go in panels that stay in the second-level cache while all tiles pass over them: 512 KiB of codes are half of the
-  // 1 MiB of a Neoverse-N1. At least 32 rows share the decoding of a slice, which is then 1/8 of it for every four. The float32
-  // sums of 256 rows take 16 KiB for a tile of 16, as much of the first-level cache as a decoded slice.
-  const int64_t most = std::clamp<int64_t>((1 << 19) / std::max<int64_t>(w.k * x.digits, 1) / MANY_TOGETHER * MANY_TOGETHER, 32, 256), panel = std::min(most, (x.m + MANY_TOGETHER - 1) / MANY_TOGETHER * MANY_TOGETHER);
+void multiply_slices(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last, Decode decode, Add add, int64_t panel_bytes) {
+  // At least 32 rows share the decoding of a slice, which is then 1/8 of it for every four. The float32 sums of 256 rows take 16 KiB for a tile
+  // of 16, as much of the first-level cache as a decoded slice.
+  const int64_t together = std::max<int64_t>(MANY_TOGETHER, x.lanes), most = std::clamp<int64_t>(panel_bytes / std::max<int64_t>(w.k * x.digits, 1) / together * together, 32, 256);
+  const int64_t panel = std::min(most, (x.m + together - 1) / together * together);
   const TileShape shape(w, TILE_ROWS);
   Room room;
   float* sums = room.take(panel * TILE_ROWS);
@@ -80,11 +80,21 @@ void multiply_panels(const Weights& w, const Activations8& x, const float* bias,
         Blocks run = blocks_in_stream(w, shape, tile, chunk, blocks);
         decode(shape, run);
         run.ahead = blocks_in_stream(w, shape, tile, chunk + SLICE, 0).stream;
-        for (int64_t row = first_row; row < last_row; row += x.lanes) add(run, row, sums + (row - first_row) * TILE_ROWS);
+        add(run, first_row, last_row, sums);
       });
       write_tile(sums, w.factor, x.power, bias, w.n, tile, first_row, last_row, y);
     }
   }
+}
+
+// The same with add(run, row, sums) for the rows of x [row, row + x.lanes).
+template <class Decode, class Add>
+void multiply_panels(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last, Decode decode, Add add) {
+  // Panels stay in the second-level cache while all tiles pass over them: 512 KiB of codes are half of the 1 MiB of a Neoverse-N1.
+  const auto add_rows = [&](Blocks& run, int64_t first_row, int64_t last_row, float* sums) {
+    for (int64_t row = first_row; row < last_row; row += x.lanes) add(run, row, sums + (row - first_row) * TILE_ROWS);
+  };
+  multiply_slices(w, x, bias, y, first, last, decode, add_rows, 1 << 19);
 }
 
 }  // namespace BILLFISH_ISA

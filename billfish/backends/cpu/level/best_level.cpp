@@ -4,7 +4,7 @@
 #include "bind/machine_levels.h"
 
 int main() {
-  for (const char* name : {"neon_i8mm", "neon_dotprod", "avx512_vnni", "avx_vnni", "avx2", "portable"})
+  for (const char* name : {"neon_i8mm", "neon_dotprod", "amx", "avx512_vnni", "avx_vnni", "avx2", "portable"})
     if (billfish::runs_here(name)) {
       std::puts(name);
       return 0;
