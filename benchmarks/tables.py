@@ -107,6 +107,18 @@ def hybrid(results: Results) -> str:
     return table(lines)
 
 
+def isa_levels(results: Results) -> str:
+    """tok/s of prompts under two ISA levels; in brackets, the median speed-up of neighbours."""
+    first, second = results["records"][0]["tok_per_s"]
+    lines = [["1B shape, q4_0", "activations", f"`{second}`", f"`{first}`"]]
+    for each in results["records"]:
+        theirs, ours = (f"{each['tok_per_s'][name]:,.0f} tok/s" for name in (second, first))
+        lines.append(
+            [f"prefill, {each['tokens']} tokens", each["activations"], theirs, f"{ours} ({each['ratio']:.2f})"]
+        )
+    return table(lines)
+
+
 def drafting(results: Results) -> str:
     """tok/s of SmolLM2 without and with n-gram drafts; in brackets, the median speed-up of runs in turns."""
     lines = [["SmolLM2-135M, greedy", "activations", "plain", "`--draft ngram`", "accepted", "tokens a step"]]
@@ -828,6 +840,9 @@ TABLES: Mapping[str, Table] = {
     "llm-neoverse-peers": Table("llm_neoverse_n1.json", peers),
     "llm-xeon": Table("llm_xeon.json", speed, LLM),
     "llm-xeon-peers": Table("llm_xeon.json", peers),
+    "isa-levels-xeon": Table(
+        "isa_levels_xeon.json", isa_levels, "python -m benchmarks.isa_levels --threads 16 --json FILE"
+    ),
     "qwen35": Table("qwen35.json", hybrid, "python -m benchmarks.qwen35_speed --json FILE"),
     "drafting-xeon": Table("drafting_xeon.json", drafting, "python -m benchmarks.drafting --json FILE"),
     "drafting-h200": Table(
