@@ -56,9 +56,7 @@ class Level:
         return float(self._process.stdout.readline())
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._process.communicate()
 
 
 def record(levels: dict[str, Level], length: int, activations: str, rounds: int) -> dict[str, Any]:
