@@ -73,6 +73,10 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # pytest's plugins look for references at the end
+
+
 @functools.cache
 def marks_of(path: Path) -> list[str]:
     path = path.relative_to(HERE) if path.is_relative_to(HERE) else path
