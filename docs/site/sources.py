@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sphinx.environment import BuildEnvironment
 from sphinx.highlighting import PygmentsBridge
 
 ROOT = Path(__file__).parent.parent.parent
+_NAVIGATION: dict[str, Callable[..., str]] = {}  # by folder of the site
 LEXERS = {".py": "python", ".h": "cpp", ".cpp": "cpp", ".cuh": "cuda", ".cu": "cuda", ".metal": "cpp", ".toml": "toml"}
 
 
@@ -69,6 +71,13 @@ def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
         yield f"source/{name}", {"title": name, "body": title + highlight(path.read_text(), lexer)}, "page.html"
 
 
+def share_navigation(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: object) -> None:
+    """Sphinx's event: a page is written. Source files of a folder share their navigation, which takes 80 ms."""
+    folder, _, _ = pagename.rpartition("/")
+    if pagename.startswith(("source/", "_modules/")) and "toctree" in context:
+        context["toctree"] = _NAVIGATION.setdefault(folder, cache(context["toctree"]))
+
+
 def _linked(env: BuildEnvironment) -> dict[str, set[str]]:
     """The files that pages link to, by page."""
     if not hasattr(env, "linked_sources"):
@@ -87,5 +96,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("include-read", read_included)
     app.connect("doctree-read", link_sources, priority=100)  # before Sphinx collects downloads
     app.connect("html-collect-pages", source_pages)
+    app.connect("html-page-context", share_navigation, priority=100)  # before the theme asks for it
     app.connect("env-purge-doc", forget)
     return {"parallel_read_safe": False, "parallel_write_safe": True}

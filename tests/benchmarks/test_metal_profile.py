@@ -52,7 +52,7 @@ def of_least(launch: Launch) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "group_size"), [*((name, None) for name in FORMATS), *((name, -1) for name in WHOLE_ROWS)]
+    ("name", "group_size"), diagonal(3, [*((name, None) for name in FORMATS), *((name, -1) for name in WHOLE_ROWS)])
 )
 def test_matvec_reads_weights_and_scales_once(name, group_size):
     """At M = 1, at most 1.03 times, even where each simdgroup reads the one scale of a row."""
@@ -67,7 +67,7 @@ def test_matvec_reads_weights_once_for_all_rows(m):
     assert of_least(launch) == 1
 
 
-@pytest.mark.parametrize(("name", "m"), diagonal(3, MLX_FORMATS, [1, 8, 9, 33, 64, 130]))
+@pytest.mark.parametrize(("name", "m"), diagonal(6, MLX_FORMATS, [1, 8, 9, 33, 64, 130]))
 def test_no_kernel_reads_more_than_mlx(name, m):
     """All launches of a product together."""
     q = bf.quantize(gaussian((256, 512)), name)
@@ -79,8 +79,7 @@ def test_no_kernel_reads_more_than_mlx(name, m):
         assert sum(sum(launch.read.values()) for launch in launches) <= theirs
 
 
-@pytest.mark.parametrize("name", MLX_FORMATS)
-@pytest.mark.parametrize("m", [1, 8, 9, 33])
+@pytest.mark.parametrize(("name", "m"), diagonal(3, MLX_FORMATS, [1, 8, 9, 33]))
 def test_mlx_kernels_compute_the_same_product(name, m):
     """What is compared is the same problem."""
     q, x = bf.quantize(gaussian((40, 512)), name), half(m, 512)
@@ -116,8 +115,7 @@ def test_slices_of_k_are_added_up_by_a_kernel_of_mlx():
 # ---- threadgroup memory, barriers, products ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", ["gemm", "striped", "fused"])
-@pytest.mark.parametrize("name", ["fp4", "u4", "q8_0"])
+@pytest.mark.parametrize(("name", "kernel"), diagonal(3, ["fp4", "u4", "q8_0"], ["gemm", "striped", "fused"]))
 def test_seven_threadgroups_fit_on_a_core(kernel, name):
     (launch, *_) = ours(quantized(name, 64, 64), half(64, 64), kernel)
     assert launch.threadgroup_memory <= 65536 // 7

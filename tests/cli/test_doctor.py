@@ -78,6 +78,7 @@ def test_kernels_that_are_wrong_by_name_are_found(monkeypatch):
     assert {record["verdict"] for record in records} == {"wrong"}
 
 
+@pytest.mark.full  # nn/test_mps.py runs some of them through torch
 @pytest.mark.compile
 @pytest.mark.torch
 def test_every_kernel_is_checked_through_torch():

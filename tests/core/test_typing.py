@@ -12,7 +12,6 @@ import venv
 from pathlib import Path
 
 import pytest
-from cases import first
 
 import billfish as bf
 from billfish.checkpoints.write.export import TARGETS
@@ -96,7 +95,8 @@ def test_a_users_program(check):
     assert check(bare_programs(["user.py", "mistakes.py"], folder), folder) == {"mistakes.py": mistakes}
 
 
-@pytest.mark.parametrize("check", first(1, [mypy, pyright]))
+@pytest.mark.full  # `make lint` has mypy look at this program, too, with torch and MLX there
+@pytest.mark.parametrize("check", [mypy, pyright])
 def test_a_user_without_torch_and_mlx(check):
     folder = environment(f"{check.__name__}-numpy", ())
     assert check(bare_programs(["numpy_alone.py"], folder), folder) == {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cases import first
 
 import billfish as bf
 from billfish.llm import default_model, load
@@ -25,7 +24,8 @@ def in_q4_0(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return path, text(path)
 
 
-@pytest.mark.parametrize("to", first(1, ["gptq", "awq", "mlx", "compressed-tensors"]))
+@pytest.mark.full  # test_folders.py has small models of these layouts
+@pytest.mark.parametrize("to", ["gptq", "awq", "mlx", "compressed-tensors"])
 def test_the_same_text_from_quantized_folders(tmp_path, in_q4_0, to):
     path, expected = in_q4_0
     report = bf.convert(path, tmp_path / "out", to, progress=False)

@@ -7,6 +7,7 @@ as numbers beside their bricks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -236,7 +237,7 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
             for i, each in enumerate((keys, values)):
                 tile = self.tile(page, offset, i, kv_heads, head)
                 tile[:, at[row] % PAGE, :] = 0
-                tile[:, at[row] % PAGE, self.places(head, at[row] % PAGE)] = finite(each[row])
+                tile[:, at[row] % PAGE, self.places(head)[at[row] % PAGE]] = finite(each[row])
 
     def tile(self, page: int, offset: int, values: int, kv_heads: int, head: int) -> np.ndarray:
         """[kv_heads, PAGE, wide], each row as it lies."""
@@ -245,8 +246,10 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
         return view(page + offset + values * kv_heads * PAGE * wide * 2, np.float16, kv_heads, PAGE, wide)
 
     @staticmethod
-    def places(head: int, row: int) -> np.ndarray:
-        i = np.arange(head)
+    @cache
+    def places(head: int) -> np.ndarray:
+        """Where the numbers of each row of a page lie: [PAGE, head]."""
+        row, i = np.ogrid[:PAGE, :head]
         return ((i >> 3 ^ row & 7) << 3) + (i & 7)
 
     def attend(
@@ -263,10 +266,13 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
             table = view(pages + 8 * text * pages_of_text, np.uint64, pages_of_text)
             both = []
             for i in range(2):
-                tiles = {p: self.tile(int(table[p]), offset, i, kv_heads, head)
-                         for p in range(first // PAGE, position // PAGE + 1)}  # fmt: skip
-                both.append(np.stack([tiles[p // PAGE][:, p % PAGE, self.places(head, p % PAGE)]
-                                      for p in range(first, position + 1)]))  # fmt: skip
+                seen = []  # of each page: [rows, kv_heads, head]
+                for page in range(first // PAGE, position // PAGE + 1):
+                    rows = slice(max(0, first - page * PAGE), min(PAGE, position + 1 - page * PAGE))
+                    tile = self.tile(int(table[page]), offset, i, kv_heads, head)[:, rows]
+                    where = np.broadcast_to(self.places(head)[rows], (*tile.shape[:2], head))
+                    seen.append(np.take_along_axis(tile, where, axis=2).swapaxes(0, 1))
+                both.append(np.concatenate(seen))
             keys, values = (np.repeat(each.astype(np.float32), group, axis=1) for each in both)
             whole = view(q + 2 * row * q_stride, np.float16, heads, 1 + gate, head).astype(np.float32)
             s = np.einsum("hd,khd->hk", whole[:, 0], keys)

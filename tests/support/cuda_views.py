@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 
 def view(pointer: int, dtype: Any, *shape: int) -> np.ndarray:
     """Memory as an array that can be written to."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    size = math.prod(shape) * np.dtype(dtype).itemsize
     return np.frombuffer((ctypes.c_uint8 * size).from_address(pointer), dtype).reshape(shape)
 
 

@@ -196,7 +196,8 @@ def test_partners_and_rounding_compile_without_spills(way):
         resources(launch.source, dict(launch.macros), "sm_90a")
 
 
-@pytest.mark.parametrize("kind", first(1, [MXFP4, U4B8]), ids=["folded", "scaled"])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [MXFP4, U4B8], ids=["folded", "scaled"])
 def test_parts_of_a_product_compile_without_spills(kind):
     parts = plan_of(kind, "fp8", 1024, 14336).parts
     assert [dict(part.launch.macros)["PARTS"] for part in parts] == ["1", "1"]
@@ -204,7 +205,7 @@ def test_parts_of_a_product_compile_without_spills(kind):
         resources(part.launch.source, dict(part.launch.macros), "sm_90a")
 
 
-@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("groups", first(1, [4, 1]))
 def test_products_of_given_blocks_compile_without_spills(groups):
     plan = given_plan(Gemm(Kind("Int4", "ScaleF32", "NONE", groups), 300, 4096, 4096), H200, 34)
     for launch in (plan.parts[0].launch, plan.quantize):

@@ -8,6 +8,7 @@ import faulty_kernels_memory
 import faulty_kernels_order
 import numpy as np
 import pytest
+from cases import diagonal
 from emulator_support import ORDERS
 
 from billfish.backends import emulator
@@ -16,8 +17,7 @@ from billfish.backends.emulator import KernelFault
 CASES = faulty_kernels_memory.CASES | faulty_kernels_order.CASES
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "order"), diagonal(6, CASES, ORDERS))
 def test_the_sound_twin_reports_nothing(name: str, order: str) -> None:
     case = CASES[name]
     with emulator.options(check=True, order=order, seed=3):

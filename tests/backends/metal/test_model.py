@@ -31,6 +31,7 @@ def logits(model: Any, tokens: list[int]) -> np.ndarray:
     return np.array(model(mx.array([tokens])).astype(mx.float32)[0])
 
 
+@pytest.mark.full  # nn/test_layers.py has layers of MLX, test_backend.py their products on Metal
 def test_smollm2_gives_the_logits_of_the_cpu_engine(on_a_mac):
     """All layers, four rows at a time as in matvec, in float32: the same sums in another order."""
     model, _, words = smollm2()
