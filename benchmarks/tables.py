@@ -75,8 +75,9 @@ def speed(results: Results, rows: Iterable[str] = ROWS) -> str:
     """tok/s beside the peers that ran; in brackets, speed-up over the best of them."""
     about, found = results["about"], {(r["what"], r["who"]): r for r in results["records"]}
     beside = [name for name in PEERS if name in about["peers"]]
-    who = [*beside, *(f"billfish {activations}" for activations in ("q8", "q16", "exact"))]
-    lines = [["SmolLM2-135M, Q4_1", *beside, *(f"billfish, {name}" for name in ("q8", "q16", "exact"))]]
+    kinds = [name for name in ("q8", "q16", "exact") if any(who == f"billfish {name}" for _, who in found)]
+    who = [*beside, *(f"billfish {name}" for name in kinds)]
+    lines = [["SmolLM2-135M, Q4_1", *beside, *(f"billfish, {name}" for name in kinds)]]
     for what in rows:
         cells, theirs = [], [found[what, name]["seconds"] for name in beside if (what, name) in found]
         if not theirs:  # not measured on this machine
@@ -840,6 +841,8 @@ TABLES: Mapping[str, Table] = {
     "llm-neoverse-peers": Table("llm_neoverse_n1.json", peers),
     "llm-xeon": Table("llm_xeon.json", speed, LLM),
     "llm-xeon-peers": Table("llm_xeon.json", peers),
+    "llm-xeon-amx": Table("llm_xeon_amx.json", speed, LLM),
+    "llm-xeon-amx-peers": Table("llm_xeon_amx.json", peers),
     "isa-levels-xeon": Table(
         "isa_levels_xeon.json", isa_levels, "python -m benchmarks.isa_levels --threads 16 --json FILE"
     ),

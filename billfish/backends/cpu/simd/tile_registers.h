@@ -13,18 +13,25 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {};
 };
 
-// A thread's tile registers, from here on to the end of the object's life.
+// A thread's tile registers, from here on to the end of the object's life. Then they have the shapes from before, which another library of the
+// process, such as llama.cpp, may have set once for all of its calls.
 class TileRegisters {
  public:
-  explicit TileRegisters(const TileShapes& shapes) { asm volatile("ldtilecfg %0" : : "m"(shapes)); }
-  ~TileRegisters() { asm volatile("tilerelease"); }
+  explicit TileRegisters(const TileShapes& shapes) {
+    asm volatile("sttilecfg %0" : "=m"(before));
+    asm volatile("ldtilecfg %0" : : "m"(shapes));
+  }
+  ~TileRegisters() { asm volatile("ldtilecfg %0" : : "m"(before)); }
   TileRegisters(const TileRegisters&) = delete;
   TileRegisters& operator=(const TileRegisters&) = delete;
+
+ private:
+  TileShapes before;
 };
 
 template <int TILE> inline void clear_tile() { asm volatile("tilezero %%tmm%c0" : : "i"(TILE)); }
 template <int TILE> inline void load_tile(const void* p, int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(TILE), "m"(*static_cast<const uint8_t*>(p)));
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(TILE), "m"(*static_cast<const uint8_t(*)[]>(p)));
 }
 template <int TILE> inline void store_tile(int32_t (&to)[16][16]) {
   asm volatile("tilestored %%tmm%c3, (%1,%2,1)" : "=m"(to) : "r"(&to), "r"(int64_t(64)), "i"(TILE));
