@@ -16,6 +16,7 @@ FUNCTIONS = {
     "convert": bf.convert,
     "quantize": bf.quantize_checkpoint,
     "calibrate": bf.calibrate_checkpoint,
+    "rotate": bf.rotate_checkpoint,
     "tune": bf.tune_checkpoint,
     "serve": Engine,
 }
