@@ -1,4 +1,4 @@
-"""Rotation folded into weights: a model whose residual stream is x R computes what it did, and quantizes better.
+"""Rotation folded into weights: a model whose residual stream is x R computes what it did, without outliers.
 
 RMSNorm without weights gives norm(x R) = norm(x) R for an orthogonal R. So the weights w of a norm go into the matrices
 W that read what it gives, and R into all that touch the stream (R1 of QuaRot and SpinQuant):
@@ -14,6 +14,7 @@ SwiGLU, sees the same numbers as before.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from numpy.typing import DTypeLike, NDArray
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.conversion import target_named
 from billfish.checkpoints.derived import Turned
-from billfish.checkpoints.entry import Entry, Span, cut_array
+from billfish.checkpoints.entry import Entry, Span, check_experts, cut_array
 from billfish.checkpoints.in_memory import HeldArray
 from billfish.checkpoints.names.expert_stacks import is_turned, stacks_in
 from billfish.checkpoints.names.gguf_names import (
@@ -45,6 +46,7 @@ from billfish.core.errors import DataError, ModelError, bad_argument, failure
 from billfish.core.files import path_of
 from billfish.core.progress import OnProgress
 from billfish.core.storage import Array
+from billfish.core.tensor import QuantizedTensor
 from billfish.llm.model_files import Source, open_source
 from billfish.llm.model_weights import ModelTensors
 from billfish.models import describe, of_config
@@ -84,7 +86,8 @@ def rotate_checkpoint(
     """Fold a random rotation into the weights of a model: what `billfish rotate` does.
 
     The result is an ordinary unquantized file with the same logits, up to rounding. Its weights and activations have
-    fewer outliers, so some formats lose less. Calibrate and quantize the result, not `src`.
+    fewer outliers. GPTQ may lose less afterwards; other methods lose more. Calibrate and quantize the result, not
+    `src`.
 
     src: a GGUF file or a model's folder, unquantized. Quantized weights are dequantized.
     dst: a file that ends in .gguf, or a folder, to create.
@@ -169,8 +172,8 @@ def _config_ties(checkpoint: Checkpoint) -> bool:
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of a matrix W [..., N, K], or of a bias [..., N]: columns are multiplied with `norm`, then each run
-    of columns becomes W R, and each run of rows R^T W. span: the rows that are; None: all."""
+    """What becomes of a matrix W [N, K], a vector [K], or a bias as [N, 1]: columns are multiplied with `norm`, then
+    each run of columns becomes W R, and each run of rows R^T W. span: the rows that are; None: all."""
 
     columns: Rotation | None = None
     norm: Floats | None = None
@@ -313,7 +316,7 @@ def _ones(own: str, name: str, checkpoint: Checkpoint, entry: Entry, tensors: Mo
 
 
 class Rotated(Entry):
-    """A tensor, changed. Rows are computed a chunk at a time, in float64, unless they are rotated themselves.
+    """A tensor, changed. It is computed in float64, a part at a time: rows, or columns where rows are rotated.
 
     dtype: of a matrix; None is that of the entry, and float32 if that is quantized. turned: whether the stack is
     [E, K, N] where it is not quantized.
@@ -326,45 +329,54 @@ class Rotated(Entry):
         self.change, self.is_bias, self.turned = change, is_bias, turned
         self.entry = Turned(entry) if turned and about.format is None else entry
         shape = self.entry.description.shape
-        wide = dtype is not None and dtype == np.float32
-        chosen = dtype if dtype is not None and (wide or not (is_bias or len(shape) < 2)) else None
+        is_matrix = len(shape) > 1 and not is_bias
         own = np.dtype(np.float32) if about.format is not None else np.dtype(TYPES[about.dtype][1])
-        self.dtype = own if chosen is None else chosen
+        self.dtype = dtype if dtype is not None and (is_matrix or dtype == np.float32) else own
         shape = (shape[0], *shape[:0:-1]) if turned else shape
-        nbytes = int(np.prod(shape)) * self.dtype.itemsize
+        nbytes = math.prod(shape) * self.dtype.itemsize
         about = replace(about, format=None, group_size=None, act_order=False, column_step=1)
         super().__init__(replace(about, dtype=KINDS[self.dtype], shape=shape, nbytes=nbytes), entry.parts)
 
     def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Array:
         shape = self.entry.description.shape
-        if self.is_bias or len(shape) < 2:
-            whole = self._changed(None, None)
-        elif len(shape) == 2:
-            whole = self._matrix(None, shape)
+        if self.is_bias:
+            whole = self._changed(self._floats()[..., None])[..., 0]
+        elif len(shape) < 3:
+            whole = self._matrix()
         else:
-            first, last = experts or (0, shape[0])
-            whole = np.stack([self._matrix((e, e + 1), shape[1:]) for e in range(first, last)])
-            experts = None
-            if self.turned:
-                whole = whole.swapaxes(1, 2)
+            first, last = check_experts(self.description, experts)
+            whole, experts = np.empty((last - first, *shape[1:]), self.dtype), None
+            for e in range(first, last):
+                whole[e - first] = self._matrix((e, e + 1))
+            whole = whole.swapaxes(1, 2) if self.turned else whole
         return cut_array(whole, rows, columns, experts)
 
-    def _matrix(self, expert: Span | None, shape: tuple[int, ...]) -> Array:
-        """[N, K]."""
-        if self.change.rows is not None:
-            return self._changed(None, expert)
-        out, step = np.empty(shape, self.dtype), max(1, CHUNK // shape[1])
-        for start in range(0, shape[0], step):
-            stop = min(start + step, shape[0])
-            out[start:stop] = self._changed((start, stop), expert)
+    def _matrix(self, expert: Span | None = None) -> Array:
+        """[N, K], or a vector [K]."""
+        *rows, k = self.entry.description.shape[int(expert is not None) :]
+        change = self.change
+        out = np.empty((*rows, k), self.dtype)
+        if change.rows is None and rows:
+            step = max(1, CHUNK // k)
+            for start in range(0, rows[0], step):
+                part = start, min(start + step, rows[0])
+                out[slice(*part)] = self._changed(self._floats(part, expert))
+            return out
+        weights = self._floats(None, expert)
+        step = k if change.norm is not None else max(1, CHUNK // rows[0])
+        run = 1 if change.columns is None else change.columns.size
+        for start in range(0, k, -(-step // run) * run):
+            part = start, start + -(-step // run) * run
+            out[..., slice(*part)] = self._changed(weights[..., slice(*part)])
         return out
 
-    def _changed(self, rows: Span | None, expert: Span | None) -> Array:
+    def _floats(self, rows: Span | None = None, expert: Span | None = None) -> Array:
+        """Some rows, as plain numbers."""
         tensor = self.entry.read(rows, None, expert)
-        if not isinstance(tensor, np.ndarray):
-            tensor = dequantize(tensor[0] if expert is not None else tensor)
-        elif expert is not None:
+        if expert is not None:
+            assert not isinstance(tensor, QuantizedTensor)
             tensor = tensor[0]
-        weights = tensor.astype(np.float64)
-        changed = self.change.apply(weights[..., None])[..., 0] if self.is_bias else self.change.apply(weights)
-        return changed.astype(self.dtype)
+        return tensor if isinstance(tensor, np.ndarray) else dequantize(tensor)
+
+    def _changed(self, weights: Array) -> Array:
+        return self.change.apply(weights.astype(np.float64)).astype(self.dtype)

@@ -24,7 +24,7 @@ class Rotation:
         self._signs = rng.choice((-1.0, 1.0), size)
         twos = (size & -size).bit_length() - 1
         self._left, right = _hadamard(twos - twos // 2), _hadamard(twos // 2)
-        self._right: Floats = np.kron(right, _orthogonal(size >> twos, rng))
+        self._right = np.kron(right, _orthogonal(size >> twos, rng)).astype(np.float64)
 
     def apply(self, rows: Floats) -> Floats:
         """x R for each run x [size] of the last axis."""
@@ -36,9 +36,9 @@ class Rotation:
 
 def _hadamard(twos: int) -> Floats:
     """Orthogonal and symmetric, [2^twos, 2^twos]."""
-    matrix = np.ones((1, 1))
+    matrix: Floats = np.ones((1, 1))
     for _ in range(twos):
-        matrix = np.kron(matrix, np.array([[1.0, 1.0], [1.0, -1.0]]) / math.sqrt(2))
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]]) / math.sqrt(2)
     return matrix
 
 
