@@ -36,7 +36,7 @@ from billfish.llm import default_model, load
 from billfish.llm.evaluation import Truth, evaluate
 
 RESULTS = records.RESULTS / "rotation.json"
-FORMS = "as it is,off the grid"
+FORMS = ("as it is", "off the grid")
 GRID = 32  # weights that share a step in q4_1
 
 Case = dict[str, Any]
@@ -105,9 +105,9 @@ def main() -> None:
     parser.set_defaults(json=RESULTS)
     parser.option("--tokens", "tokens of news", 4096, command.positive, "N")
     parser.option("--calibration", "tokens for calibration", 8192, command.positive, "N")
-    parser.listed("--forms", "forms of the model", FORMS)
-    parser.listed("--formats", "formats", "q4_0,iq4_nl,mxfp4_gguf,nvfp4_gguf,u4b8:-1")
-    parser.listed("--methods", "methods", "mse,weighted,gptq")
+    parser.listed("--forms", f"forms of the model: {', '.join(FORMS)}", FORMS[1])
+    parser.listed("--formats", "formats", "q4_0,iq4_nl,mxfp4_gguf,nvfp4_gguf,u4b8:128,u4b8:-1")
+    parser.listed("--methods", "methods", "mse,gptq")
     parser.option("--device", "cpu, cuda or cuda:N; auto is a GPU if there is one", "auto", str, "D")
     parser.add_argument("--folder", type=Path, help="folder that keeps the float files, 2 GB (default: none)")
     flags = parser.parse_args()

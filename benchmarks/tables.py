@@ -343,7 +343,9 @@ def in_order(results: Results) -> str:
 
 def rotation(results: Results) -> str:
     """KL divergence of plain and rotated files, by format and method, in brackets rotated over plain."""
-    methods = {"mse": "`mse`", "weighted": "weighted", "gptq": "`gptq`"}
+    known = {"rtn": "`rtn`", "mse": "`mse`", "weighted": "weighted", "gptq": "`gptq`"}
+    measured = {record["method"] for record in results["records"]}
+    methods = {method: name for method, name in known.items() if method in measured}
     head = ["format, group size", *(f"{name}{kind}" for name in methods.values() for kind in ("", ", rotated"))]
     found: dict[tuple[str, str], dict[tuple[str, bool], float]] = {}
     for record in results["records"]:

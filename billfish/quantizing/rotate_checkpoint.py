@@ -86,8 +86,8 @@ def rotate_checkpoint(
     """Fold a random rotation into the weights of a model: what `billfish rotate` does.
 
     The result is an ordinary unquantized file with the same logits, up to rounding. Its weights and activations have
-    fewer outliers. GPTQ may lose less afterwards; other methods lose more. Calibrate and quantize the result, not
-    `src`.
+    fewer outliers, which helps formats with one scale per row; those in groups of 16 or 32 lose more afterwards.
+    Calibrate and quantize the result, not `src`.
 
     src: a GGUF file or a model's folder, unquantized. Quantized weights are dequantized.
     dst: a file that ends in .gguf, or a folder, to create.
