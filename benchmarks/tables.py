@@ -363,6 +363,29 @@ def in_order(results: Results) -> str:
     return table(cells)
 
 
+def rotation(results: Results) -> str:
+    """KL divergence of plain and rotated files, by format and method, in brackets rotated over plain."""
+    known = {"rtn": "`rtn`", "mse": "`mse`", "weighted": "weighted", "gptq": "`gptq`"}
+    measured = {record["method"] for record in results["records"]}
+    methods = {method: name for method, name in known.items() if method in measured}
+    head = ["format, group size", *(f"{name}{kind}" for name in methods.values() for kind in ("", ", rotated"))]
+    found: dict[tuple[str, str], dict[tuple[str, bool], float]] = {}
+    for record in results["records"]:
+        if record["method"]:
+            size = "row" if record["group_size"] == -1 else record["group_size"]
+            own = found.setdefault((record["form"], f"{record['format'].removesuffix('_gguf')}, {size}"), {})
+            own[record["method"], record["rotated"]] = record["divergence"]
+    rows = [head]
+    for (form, name), own in found.items():
+        row = [name if form == "off the grid" else f"{name}, on the grid"]
+        for method in methods:
+            plain, rotated = own.get((method, False)), own.get((method, True))
+            row.append("" if plain is None else f"{plain:.3f}")
+            row.append("" if rotated is None or plain is None else f"{rotated:.3f} ({rotated / plain:.2f})")
+        rows.append(row)
+    return table(rows)
+
+
 def embeddings(results: Results) -> str:
     """Distance of MiniLM's embeddings, by format and method."""
     columns = [{"method": method} for method in ("rtn", "mse", "weighted", "gptq")]
@@ -959,6 +982,7 @@ TABLES: Mapping[str, Table] = {
     "quality-llm": Table("quality.json", language, QUALITY),
     "quality-llm-others": Table("quality.json", others, QUALITY),
     "quality-in-order": Table("quality.json", in_order, "python -m benchmarks.quality --methods sequential,tune"),
+    "rotation": Table("rotation.json", rotation, "python -m benchmarks.rotation"),
     "quality-embeddings": Table("quality.json", embeddings, QUALITY),
     "quality-range": Table("quality.json", divergences),
     "sweep": Table("sweep.json", sweep, "python -m benchmarks.sweep MODEL --text FILE --calibrate FILE"),

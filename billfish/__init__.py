@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     )
     from billfish.quantizing.calibrate_checkpoint import calibrate_checkpoint
     from billfish.quantizing.quantize_checkpoint import quantize_checkpoint
+    from billfish.quantizing.rotate_checkpoint import rotate_checkpoint
     from billfish.quantizing.tune_checkpoint import tune_checkpoint
     from billfish.statistics import Statistics
 
@@ -120,6 +121,7 @@ __all__ = [
     "quantized_linear",
     "quantized_linears",
     "register",
+    "rotate_checkpoint",
     "save",
     "set_threads",
     "tune_checkpoint",
@@ -188,6 +190,7 @@ _ELSEWHERE = {
     "quantized_linear": "billfish.ops.matmul",
     "quantized_linears": "billfish.ops.matmul",
     "register": "billfish.core.formats",
+    "rotate_checkpoint": "billfish.quantizing.rotate_checkpoint",
     "save": "billfish.checkpoints.conversion",
     "set_threads": "billfish.backends.cpu.backend",
     "tune_checkpoint": "billfish.quantizing.tune_checkpoint",

@@ -43,8 +43,9 @@ def by_reason(remarks: Iterable[Remark], limit: int = 5) -> list[str]:
 # ---- convert, quantize, save --------------------------------------------------------------------------------------
 
 
-# What became of a tensor: rounded anew; equal values in another format, as numbers, in another type; equal bits.
-Done = Literal["quantized", "moved", "decoded", "cast", "copied"]
+# What became of a tensor: rounded anew; multiplied with a rotation; equal values in another format, as numbers, in
+# another type; equal bits.
+Done = Literal["quantized", "rotated", "moved", "decoded", "cast", "copied"]
 
 
 class Written(NamedTuple):
@@ -61,7 +62,7 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What `convert`, `quantize_checkpoint` and `save` wrote. Printed, it is a summary.
+    """What `convert`, `quantize_checkpoint`, `rotate_checkpoint` and `save` wrote. Printed, it is a summary.
 
     >>> report = bf.convert("model.gguf", "folder", "billfish", progress=False)
     >>> report.layout, len(report.tensors) == len(bf.open_checkpoint("folder"))

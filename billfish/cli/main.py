@@ -63,6 +63,14 @@ GROUPS = {
             "billfish calibrate model.gguf --text FILE -o STATS.safetensors",
             resumes=True,
         ),
+        "rotate": Command(
+            "fold a random rotation into float weights, before `quantize`",
+            "IN OUT [options]",
+            "billfish rotate FLOATS ROTATED",
+            resumes=True,
+            note="Logits stay the same, up to rounding. It helps GPTQ with one scale per row; formats in small groups "
+            "lose more afterwards. The model needs RMSNorm before each part, and an LM head that is not its embedding.",
+        ),
         "quantize": Command(
             "quantize the weights of a checkpoint",
             "IN OUT (--format NAME | --bits B) [options]",

@@ -24,6 +24,7 @@ LINES = {
     "inspect": ["FOLDER"],
     "calibrate": ["FLOATS --text TEXT -o stats.safetensors --tokens 20 --window 10"],
     "quantize": ["FOLDER out --format q4_0", "FLOATS out2 --bits 8.5 --formats q8_0 --plan plan --calibrate TEXT"],
+    "rotate": ["FLOATS rotated.gguf"],
     "tune": ["MODEL tuned.gguf --against FLOATS --text TEXT --tokens 20 --window 10"],
     "convert": ["FOLDER out3 --to plain"],
     "verify": ["FOLDER FOLDER"],

@@ -47,6 +47,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "docs/calibration.md": float_file,
     "docs/checkpoints.md": quantized_file,
     "docs/llm.md": quantized_file,
+    "docs/rotate.md": float_file,
     "docs/tune.md": float_file,
 }
 

@@ -28,7 +28,7 @@ from billfish.models import UnknownModel as UnknownModel
 from billfish.models.architecture import EMBEDDING as EMBEDDING
 from billfish.models.architecture import HEAD as HEAD
 from billfish.models.architecture import IMAGES, LAYER, TEXT_PREFIXES, TOP, Field
-from billfish.models.difference import Order
+from billfish.models.difference import Numbers, Order
 from billfish.models.fields import Fields
 from billfish.models.rope import FACTOR_TENSORS
 from billfish.models.rope import ROTARY_FACTORS as ROTARY_FACTORS
@@ -150,6 +150,14 @@ def fields_of(architecture: Architecture, config: Mapping[str, Any], path: Path)
         "general.name": name.encode(errors="replace").decode(),  # of a path, which may be no UTF-8
         **{f"{architecture.gguf}.{field}": value for field, value in architecture.fields(config).items()},
     }
+
+
+def in_folder(name: str, numbers: Numbers, fields: Mapping[str, Any]) -> Numbers:
+    """Numbers of one of GGUF's tensors as a folder has them: Gemma's norms are without the 1 that GGUF adds."""
+    architecture = of_gguf(fields)
+    assert architecture is not None
+    difference = architecture.difference(Fields(fields, architecture.gguf), _within_layer(name), numbers.shape)
+    return numbers if difference.values is None else difference.values.to_folder(numbers)
 
 
 def model_config(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -231,6 +231,7 @@ def _output(checkpoint: Checkpoint, sources: Identity, path: Path, planned: Plan
         "sources": sources if on_disk else secrets.token_hex(),
         "method": settings.quantization.method if settings.quantization else "",
         "requantize": settings.requantize,
+        "rotation": settings.rotation,
         "statistics": statistics.digest if statistics else "",
         "gptq": settings.quantization.gptq_device.partition(":")[0] if settings.quantization else "",
     }

@@ -42,6 +42,7 @@ class Settings:
     raw_names: bool = False  # whether GGUF may get names that no program knows
     dtype: np.dtype[Any] | None = None  # of matrices that are written as numbers; None: as they are, decoded to float32
     overwrite: bool = False  # whether an output that exists is replaced
+    rotation: int | None = None  # the seed, of a checkpoint whose tensors are rotated as they are read
 
 
 @dataclass
