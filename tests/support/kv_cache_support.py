@@ -28,7 +28,7 @@ def int8_by_position(cache: CpuCache, level: str) -> list[tuple[np.ndarray, np.n
         columns = size // block - 4
         scales = np.ascontiguousarray(stored[..., : 4 * block]).view(np.float32).reshape(heads, blocks * block)
         codes = stored[..., 4 * block :].astype(np.int64)
-        codes = codes - 128 if level == "avx512_vnni" else np.where(codes > 127, codes - 256, codes)
+        codes = codes - 128 if level in ("amx", "avx512_vnni") else np.where(codes > 127, codes - 256, codes)
         if keys:
             codes = codes.reshape(heads, blocks, block // 16, columns // 4, 16, 4).transpose(0, 1, 2, 4, 3, 5)
         else:

@@ -53,6 +53,16 @@ def test_short_and_odd_rows_of_weights(name):
                     assert_same_bits(y, multiply(vnni, x, vnni.pack(q), None, activations))
 
 
+@pytest.mark.parametrize("k", [544, 576, 608])
+def test_one_scale_for_each_row(k):
+    """Blocks of x go in eights, of which the last have one, two or three."""
+    amx, vnni = backends()
+    q = bf.quantize(gaussian((48, k)), "u4b8", group_size=-1)
+    x = gaussian((64, k))
+    y = multiply(amx, x, amx.pack(q), None, "q8")
+    assert_same_bits(y, multiply(vnni, x, vnni.pack(q), None, "q8"))
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_each_thread_has_tile_registers(count):
     amx, vnni = backends()

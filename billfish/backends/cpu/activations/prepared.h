@@ -8,7 +8,7 @@
 
 namespace billfish {
 
-// Kernels may read a block of a bundle (tile of rows) and a vector past the end. The object owns the memory.
+// Kernels may read a block of a bundle (tile of rows), and a vector, past the end. The object owns the memory.
 class Prepared {
  public:
   // For m rows; digits: 0 for exact, 1 for q8, 2 for q16. Weights that want floats get none. span: of x, see span_of_x.

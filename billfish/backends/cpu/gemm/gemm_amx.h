@@ -109,7 +109,9 @@ template <int DIGITS, Reach REACH> struct NextGroup {
   template <int ODD> INLINED void load() {
     if constexpr (REACH == Reach::blocks) {
       const int64_t left = blocks - group * step;
-      load_x<4>(x, left <= 1), load_tile<6>(w, QUAD_BYTES);
+      if (left > 0) load_x<4>(x, left == 1);
+      else clear_tile<4>();
+      load_tile<6>(w, QUAD_BYTES);
       if (step > 2) {
         if (left > 2) load_x<5>(x + 2 * X_BYTES, left == 3), load_tile<7>(w + 2 * Whole::block_bytes, QUAD_BYTES);
         else clear_tile<5>();

@@ -177,7 +177,7 @@ struct Level {
   // Of x for these weights, with so many rows and digits, and blocks that share a scale: how many rows go together, and the stride of the starts.
   int32_t (*lanes)(const Weights&, int64_t m, int32_t digits, int32_t span);
   int64_t (*start_stride)(const Weights&, const Activations8&);
-  // What is left to do for x when its codes are there: for rows [first, last), a multiple of four or the last, and blocks [begin, end), once.
+  // What is left to do for x when its codes are there: for rows [first, last), whole bundles or the last rows, and blocks [begin, end), once.
   void (*finish_x)(const Weights&, const Activations8&, int64_t first, int64_t last, int64_t begin, int64_t end);
   bool (*exact_in_digits)(const Weights&, int64_t m);  // whether exact products are to be made by multiply8
   void (*lay_out_row)(const float* x, int64_t k, const ActivationsExact& out, int64_t row, int64_t first, int64_t last);
