@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TYPE",
         help="bfloat16, float16 or float32: type of all matrices (default: as in IN; float32 for what is dequantized)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random signs (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the rotation (default: 0)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists (default: off)")
 
 

@@ -42,7 +42,7 @@ from billfish.checkpoints.safetensors_files import KINDS, TYPES
 from billfish.checkpoints.write.export import export
 from billfish.checkpoints.write.plan import Settings
 from billfish.core.arrays import float_dtype
-from billfish.core.errors import DataError, ModelError, bad_argument, failure
+from billfish.core.errors import CheckpointError, DataError, ModelError, bad_argument, failure
 from billfish.core.files import path_of
 from billfish.core.progress import OnProgress
 from billfish.core.storage import Array
@@ -91,7 +91,7 @@ def rotate_checkpoint(
 
     src: a GGUF file or a model's folder, unquantized. Quantized weights are dequantized.
     dst: a file that ends in .gguf, or a folder, to create.
-    seed: of the random signs.
+    seed: of the rotation.
     dtype: "bfloat16", "float16" or "float32" of all matrices. None: as in `src`; float32 for what is dequantized.
     overwrite: whether a `dst` that exists is replaced. progress: as in :func:`billfish.convert`.
 
@@ -379,4 +379,11 @@ class Rotated(Entry):
         return tensor if isinstance(tensor, np.ndarray) else dequantize(tensor)
 
     def _changed(self, weights: Array) -> Array:
-        return self.change.apply(weights.astype(np.float64)).astype(self.dtype)
+        changed = self.change.apply(weights.astype(np.float64))
+        with np.errstate(over="ignore"):
+            cast = changed.astype(self.dtype)
+        if (np.isinf(cast) & ~np.isinf(changed)).any():
+            name, most = self.description.name, np.abs(changed).max()
+            problem = f"{name} overflows {self.dtype.name}: rotated, it has values up to {most:g}"
+            raise CheckpointError(failure(CALL, problem, "Use --dtype bfloat16 or float32."))
+        return cast

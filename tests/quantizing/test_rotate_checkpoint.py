@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from stack_models import gpt_oss_folder
 
 import billfish as bf
+from billfish.checkpoints.in_memory import HeldArray
 from billfish.checkpoints.write import target as writing
 from billfish.cli.main import main
 from billfish.llm import load
@@ -48,6 +49,7 @@ def test_a_rotation_is_orthogonal(size):
     np.testing.assert_array_equal(matrix, Rotation(size, 0).apply(np.eye(size)))
     if size > 8:
         assert np.abs(matrix - Rotation(size, 1).apply(np.eye(size))).max() > 0.1
+    if size >= 32:
         assert np.abs(matrix).max() < 3.5 / np.sqrt(size) + 0.2  # every number is spread over all
 
 
@@ -267,6 +269,13 @@ def test_outliers_are_spread(tmp_path):
     after = change.apply(before.astype(np.float64))
     errors = [np.square(bf.dequantize(bf.quantize(w.astype(np.float32), "q4_0")) - w).mean() for w in (before, after)]
     assert errors[1] < 0.3 * errors[0]
+
+
+def test_what_a_type_cannot_hold_is_an_error():
+    entry = HeldArray("w", np.full((2, 64), 1e6, np.float32))
+    rotated = rotating.Rotated(entry, rotating.Change(Rotation(64, 0)), np.dtype(np.float16), False)
+    with pytest.raises(bf.CheckpointError, match="w overflows float16"):
+        rotated.read()
 
 
 def test_command(tmp_path, capsys):
