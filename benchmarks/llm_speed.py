@@ -40,6 +40,7 @@ CONTEXTS = (4096, 1024)
 STREAMS = (1, 2, 4, 8, 16)
 FIRST_TOKENS, TOKENS = 128, 32  # that are generated: from nothing; after a context, or in each stream
 GROUPS = ("short", "long", "deep", "streams", "cold start")
+USUAL = tuple(name for name in GROUPS if name != "deep")  # deep takes minutes
 PROMPT = "One two three four five six seven eight nine ten one two three four five six seven eight nine ten"
 COLD_OURS = f"from billfish.cli.main import main; main(['run', '--raw', '-n', '1', '-p', {PROMPT!r}])"
 COLD_THEIRS = """
@@ -188,7 +189,9 @@ def lines(records: list[dict[str, Any]]) -> Iterator[str]:
 
 def main() -> None:
     parser = command.parser(__spec__, __doc__, threads=2, rounds=3)
-    parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, help="what to measure (default: all)")
+    parser.add_argument(
+        "--only", nargs="+", choices=GROUPS, default=USUAL, help="what to measure (default: all but deep)"
+    )
     kinds = "activations of billfish (default: all)"
     parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=ACTIVATIONS, help=kinds)
     flags = parser.parse_args()
