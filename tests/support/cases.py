@@ -10,8 +10,9 @@ import pytest
 
 
 def diagonal(step: int, *axes: Iterable[Any]) -> list[Any]:
-    """All combinations of the axes. One of `step` is ordinary, so that every value of every axis still occurs, beside
-    others each time; the rest are `full`. A tuple in an axis counts as several arguments."""
+    """All combinations of the axes. One of `step` is ordinary, the rest are `full`. Every value of every axis still
+    occurs, beside others each time, if all axes but one have at least `step` values. A tuple in an axis counts as
+    several arguments."""
     cases = []
     for indexed in itertools.product(*(list(enumerate(axis)) for axis in axes)):
         values = [value for _, given in indexed for value in (given if isinstance(given, tuple) else (given,))]

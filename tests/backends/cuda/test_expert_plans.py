@@ -7,7 +7,7 @@ from dataclasses import replace
 import expert_oracle as oracle
 import numpy as np
 import pytest
-from cases import diagonal, first
+from cases import first
 from cuda_compiled import ADA, H200, SAMPLES, case, name_of, resources
 from cuda_fake import FakeDriver
 
@@ -123,7 +123,7 @@ def test_the_kernels_around_products_compile(arch):
         resources("mix.cu", {"TYPE": "BF16" if weight == "Float" else "F16", "ID": "int", "WEIGHT": weight}, arch)
 
 
-@pytest.mark.parametrize("tokens", diagonal(7, [16, 1, 4, 30, 64, 128, 1024]))
+@pytest.mark.parametrize("tokens", first(2, [16, 1024, 1, 4, 30, 64, 128]))
 def test_what_the_h200_runs_compiles_without_spills(tokens):
     routing = ExpertRouting(tokens, 2, 8)
     for asked in (gemm(routing, 28672, 4096, gate="silu"), gemm(routing, 4096, 14336)):
