@@ -31,7 +31,9 @@ from billfish.serving.ipc.client import Answers, EngineGone, SchemaError
 
 Result = TypeVar("Result")
 EVENTS, LINES = "text/event-stream; charset=utf-8", "application/x-ndjson"
-encode = msgspec.json.Encoder().encode
+ENCODER = msgspec.json.Encoder()
+# Where str.splitlines, and with it httpx's iter_lines, ends a line, though JSON may hold these characters as they are.
+LINE_ENDS = {line_end.encode(): f"\\u{ord(line_end):04x}".encode() for line_end in "\x85\u2028\u2029"}
 NO_TEXT = Piece("")
 
 
@@ -92,6 +94,15 @@ async def while_there(asking: Awaitable[Result], receive: Receive) -> Result:
     finally:
         watch.cancel()
         asked.cancel()
+
+
+def encode(value: object) -> bytes:
+    """JSON that any client takes for a single line."""
+    data = ENCODER.encode(value)
+    for line_end, escaped in LINE_ENDS.items():
+        if line_end in data:
+            data = data.replace(line_end, escaped)
+    return data
 
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
