@@ -22,6 +22,14 @@ MARKS = {
     "backends/cpu/test_levels.py": "compile",
     "backends/cpu/test_threads.py": "process",
     "backends/cuda": "compile",
+    "backends/cuda/test_bytes_device.py": "gpu",
+    "backends/cuda/test_decoder.py": "gpu",
+    "backends/cuda/test_device.py": "gpu",
+    "backends/cuda/test_experts.py": "gpu",
+    "backends/cuda/test_folded_norms_device.py": "gpu",
+    "backends/cuda/test_mixture.py": "gpu",
+    "backends/cuda/test_quantize.py": "gpu",
+    "backends/cuda/test_recurrent_device.py": "gpu",
     "backends/emulator": "compile",
     "backends/metal": "compile",
     "benchmarks": "process",
@@ -42,11 +50,12 @@ MARKS = {
     "docs/test_site_bits.py": "browser",
     "docs/test_site_layout.py": "browser",
     "llm": "model",
+    "llm/test_cuda.py": "gpu",
     "nn": "torch",
+    "nn/test_cuda.py": "gpu",
     "quantizing": "model",
     "serving": "process",
     "serving/test_page.py": "browser",
-    "vllm": "torch",
 }
 HERE = Path(__file__).parent
 
