@@ -275,7 +275,8 @@ class Layers:
 
             source, config = self._calibration.tensors.source, self._calibration.tensors.config
             return MetalLayers(ModelTensors(source, config, self._converted), device)
-        decoder = load(self._calibration.path, device="cpu", convert=self._converted).decoder
+        path, shown = self._calibration.path, self._bar.enabled
+        decoder = load(path, device="cpu", convert=self._converted, progress=shown).decoder
         assert isinstance(decoder, CpuDecoder)
         return decoder
 

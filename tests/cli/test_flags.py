@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 import io
-import json
 import re
 import shlex
 import socket
@@ -23,10 +22,12 @@ from checkpoint_folders import write_folder
 from llm_models import Small, write_model
 from safetensors.numpy import save_file
 from serving_http import send
+from small_adapters import write_small_adapter
 
 from billfish.backends.cpu import _cpu
 from billfish.cli.main import COMMANDS, main, module_of, parser_of
 from billfish.core.errors import BackendUnavailable
+from billfish.llm.drafting.drafter import StepSeconds
 
 # A thought that never ends by itself, and places for a system message and the effort.
 TEMPLATE = (
@@ -34,7 +35,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{{ reasoning_effort }}{% if think %}<think>\n{% endif %}{% endif %}"
 )
 THINKING = TEMPLATE.replace("{% if think %}<think>\n{% endif %}", "<think>\n")
-MODULE = "base_model.model.model.layers.0.mlp.up_proj"
 VOLATILE = re.compile(r"[\d.]+ (tok/s|s)\b|127\.0\.0\.1:\d+")
 
 
@@ -76,7 +76,7 @@ EFFECTS: dict[str, dict[str, Flag]] = {
         "threads": run("threads", "--threads 2"),
         "text": Flag("out", "run MODEL a --temperature 0 -n 9", "run MODEL bbbb --temperature 0 -n 9"),
         "prompt": run("out", "-p bbbb"),
-        "file": run("err", "-f TEXT"),
+        "file": run("err", "-f KEYS"),
         "system": run("out", "--system bbbb"),
         "raw": run("err", "--raw"),
         "max_tokens": run("out", "-n 3"),
@@ -174,13 +174,13 @@ EFFECTS: dict[str, dict[str, Flag]] = {
         "out": Flag("names", "quantize FOLDER out --format q4_0", "quantize FOLDER out2 --format q4_0"),
         "format": quantize("files", "--format q8_0"),
         "bits": planned("files", "--bits 4.6"),
-        "formats": planned("files", "--formats q8_0,q6_k"),
+        "formats": planned("files", "--formats q8_0,q5_0"),
         "plan": planned("names", "--plan plan.txt"),
         "group_size": Flag(
             "files", "quantize FOLDER out --format fp4", "quantize FOLDER out --format fp4 --group-size 64"
         ),
         "method": quantize("files", "--method rtn"),
-        "calibrate": quantize("err", "--calibrate"),
+        "calibrate": Flag("files", *(f"quantize FLOATS out.gguf --format q4_0 {x}" for x in ("", "--calibrate TEXT"))),
         "no_sequential": calibrated("files", "--no-sequential", "--method gptq"),
         "imatrix": Flag(
             "files",
@@ -190,7 +190,7 @@ EFFECTS: dict[str, dict[str, Flag]] = {
         "keep": quantize("files", "--keep q_proj=q8_0"),
         "only": quantize("files", "--only q_proj"),
         "device": calibrated("status", "--device cuda"),
-        "to": quantize("files", "--to mlx", "--format u4"),
+        "to": quantize("files", "--to gptq", "--format u4b8 --group-size 32"),
         "requantize": Flag("status", *(f"quantize MODEL out --format q4_0 {x}" for x in ("", "--requantize"))),
         "raw_names": Flag("status", *(f"quantize UNKNOWN out.gguf --format q4_0 {x}" for x in ("", "--raw-names"))),
         "force": Flag("status", *(f"{quantize('', '').given} && {quantize('', x).given}" for x in ("", "--force"))),
@@ -228,7 +228,7 @@ EFFECTS: dict[str, dict[str, Flag]] = {
         "scale": Flag("out", "explain fp4 3", "explain fp4 3 --scale 2"),
         "offset": Flag("out", "explain q4_1 3", "explain q4_1 3 --offset 2"),
     },
-    "info": {"json": Flag("out", "info", "info --json")},
+    "info": {"json": Flag("json", "info", "info --json")},
     "doctor": {
         "model": Flag("out", "doctor --backend cpu", "doctor --backend cpu MODEL"),
         "backend": Flag("out", "doctor --backend cpu", "doctor --backend cpu --backend reference"),
@@ -240,17 +240,6 @@ MARKS = {"serve": "process", "tune": "torch"}
 
 def flags_of(command: str) -> set[str]:
     return {action.dest for action in parser_of(command)._actions if action.dest != "help"}
-
-
-def write_adapter(folder: Path) -> None:
-    """A LoRA adapter of the small model, as peft saves it."""
-    rng = np.random.default_rng(0)
-    folder.mkdir()
-    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 64, "target_modules": ["up_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    shapes = {"lora_A": (4, 64), "lora_B": (32, 4)}
-    arrays = {f"{MODULE}.{name}.weight": rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    save_file(arrays, folder / "adapter_model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +263,7 @@ def inputs(tmp_path_factory) -> dict[str, str]:
     save_file({"some.weight": np.ones((32, 64), np.float32)}, folder / "UNKNOWN.safetensors")
     (folder / "models").mkdir()
     write_model(folder / "models" / "third.gguf", Small(seed=2))
-    write_adapter(folder / "lora")
+    write_small_adapter(folder / "lora", repeats)
     (folder / "text").write_text("abc " * 60)
     (folder / "other text").write_text("xyz 12 " * 60)
     (folder / "keys").write_text("k1\n")
@@ -318,7 +307,7 @@ def asked(url: str, key: str | None) -> Iterator[tuple[str, object]]:
     yield "drafted", re.findall(r"^billfish_draft\w+.*", text, re.MULTILINE)
 
 
-def served(seen: dict[str, object], key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def served(seen: dict[str, object], key: str | None, port: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`billfish serve` answers some requests instead of running until a signal comes."""
     from billfish.serving.http.fronts import Fronts
     from billfish.serving.http.server import Server, address
@@ -342,7 +331,7 @@ def served(seen: dict[str, object], key: str | None, monkeypatch: pytest.MonkeyP
         asking.start()
         run_server(server, sockets)
         asking.join()
-        seen["port"] = url
+        seen["port"] = url.endswith(port)
 
     monkeypatch.setattr(Server, "run", answer)
     monkeypatch.setattr(PoolServer, "run", lambda self, sockets: self._announce())
@@ -365,10 +354,13 @@ class Observer:
     def __init__(self, inputs: dict[str, str], folder: Path) -> None:
         self._inputs, self._folder, self._seen = inputs, folder, {}
 
-    def remembered(self, line: str) -> dict[str, object]:
+    def base(self, line: str, sees: str) -> dict[str, object]:
+        """It is the same each time, so that a difference comes of a flag."""
         if line not in self._seen:
-            self._seen[line] = self.observe(line)
-        return self._seen[line]
+            self._seen[line] = self.observe(line), self.observe(line)
+        first, again = self._seen[line]
+        assert first[sees] == again[sees], (sees, line)
+        return first
 
     def observe(self, line: str) -> dict[str, object]:
         """Status, output, files and more of the last command of a line."""
@@ -384,7 +376,7 @@ class Observer:
             patch.setattr(sys, "stdin", io.StringIO(""))
             patch.setenv("BILLFISH_DEVICE", "cpu")
             if words[0] == "serve":
-                served(seen, key, patch)
+                served(seen, key, self._inputs["PORT"], patch)
             out, err = io.StringIO(), io.StringIO()
             streams.enter_context(contextlib.redirect_stdout(out))
             streams.enter_context(contextlib.redirect_stderr(err))
@@ -394,6 +386,7 @@ class Observer:
             seen["threads"] = _cpu.threads()
         seen |= {"out": VOLATILE.sub("", out.getvalue()), "err": VOLATILE.sub("", err.getvalue())}
         found = {str(path.relative_to(place)): path for path in sorted(place.rglob("*")) if path.is_file()}
+        seen["json"] = out.getvalue().startswith("{")
         seen["names"] = list(found)
         seen["files"] = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in found.items()}
         parts_of(seen)
@@ -421,11 +414,14 @@ def observer(inputs, tmp_path_factory) -> Iterator[Observer]:
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
+def same_on_every_machine(monkeypatch):
+    """There is no GPU, and how much is drafted does not depend on measured times."""
+
     def device(ordinal: int = 0) -> Any:
         raise BackendUnavailable("cuda: no NVIDIA driver was found.")
 
     monkeypatch.setattr("billfish.backends.cuda.driver.device", device)
+    monkeypatch.setattr(StepSeconds, "note", lambda self, rows, seconds: None)
 
 
 @pytest.mark.parametrize(
@@ -438,7 +434,7 @@ def no_gpu(monkeypatch):
 )
 def test_a_flag_has_an_effect(command, flag, observer):
     row = EFFECTS[command][flag]
-    without = observer.remembered(row.without)
+    without = observer.base(row.without, row.sees)
     given = observer.observe(row.given)
     assert without[row.sees] != given[row.sees], row
     assert row.sees == "status" or without["status"] == given["status"] == 0, row
