@@ -56,6 +56,7 @@ MARKS = {
     "quantizing": "model",
     "serving": "process",
     "serving/test_page.py": "browser",
+    "test_argument_effects.py": "torch",
 }
 HERE = Path(__file__).parent
 
