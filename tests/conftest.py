@@ -55,7 +55,7 @@ MARKS = {
     "nn/test_cuda.py": "gpu",
     "quantizing": "model",
     "serving": "process",
-    "serving/test_page.py": "browser",
+    "serving/http/test_page.py": "browser",
     "test_argument_effects.py": "torch",
 }
 HERE = Path(__file__).parent
