@@ -29,7 +29,7 @@ from billfish.checkpoints.in_memory import HeldMatrix
 from billfish.checkpoints.names.gguf_names import is_gguf
 from billfish.checkpoints.reports import ConversionReport
 from billfish.checkpoints.write.export import TARGETS, check_export, export
-from billfish.checkpoints.write.plan import Settings
+from billfish.checkpoints.write.plan import OutputSettings
 from billfish.checkpoints.write.resumable_writer import identity
 from billfish.core.errors import BackendUnavailable, DataError, bad_argument, failure
 from billfish.core.files import path_of, replacing
@@ -102,7 +102,7 @@ def tune_checkpoint(
         )
     path, out = path_of(CALL, src), Path(dst)
     checkpoint, source = Checkpoint(path), open_source(path)
-    settings = Settings(target_named(CALL, _layout(checkpoint)), overwrite=overwrite)
+    settings = OutputSettings(target_named(CALL, _layout(checkpoint)), overwrite=overwrite)
     check_export(CALL, checkpoint, out, settings)
     content, _ = named_text(text)
     context = describe(source.fields, source.vocabulary, source.tensors).context
