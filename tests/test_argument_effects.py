@@ -34,7 +34,7 @@ TEMPLATE = (
 )
 TEXT = "abc " * 60
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-NAMES_CALLER = {"call", "framework"}  # whom an error names; and the layer's, which test_front.py has
+NAMES_CALLER = {"call", "framework"}  # whom an error names; and the layer's, which test_layer_base.py has
 
 
 class World:
