@@ -292,6 +292,11 @@ def asked(url: str, key: str | None) -> Iterator[tuple[str, object]]:
     yield "without_key", ask(chat)[0]
     answer = ask(chat, **headers)[2]
     yield "answer", answer.get("choices")
+    request = urllib.request.Request(f"{url}/metrics", headers=headers)
+    with urllib.request.urlopen(request, timeout=60) as metrics:
+        text = metrics.read().decode()
+    yield "cache", re.findall(r"^billfish_cache_bytes_bound.*", text, re.MULTILINE)
+    yield "drafted", re.findall(r"^billfish_draft\w+.*", text, re.MULTILINE)
     yield "rendered", answer.get("__verbose")
     yield "unknown_field", ask(chat | {"no_such_field": 1}, **headers)[0]
     allowed = ask(chat, Origin="https://a.example", **headers)[1]
@@ -300,11 +305,6 @@ def asked(url: str, key: str | None) -> Iterator[tuple[str, object]]:
     yield "choices", ask(chat | {"n": 4}, **headers)[0]
     again = ask(chat, Authorization="Bearer k2")[2]
     yield "shared", again.get("usage")
-    request = urllib.request.Request(f"{url}/metrics", headers=headers)
-    with urllib.request.urlopen(request, timeout=60) as metrics:
-        text = metrics.read().decode()
-    yield "cache", re.findall(r"^billfish_cache_bytes_bound.*", text, re.MULTILINE)
-    yield "drafted", re.findall(r"^billfish_draft\w+.*", text, re.MULTILINE)
 
 
 def served(seen: dict[str, object], key: str | None, port: str, monkeypatch: pytest.MonkeyPatch) -> None:
