@@ -48,7 +48,7 @@ pytest: $(VENV)/test.stamp
 # A minute and a half: no compiler, no subprocess, no torch, no whole model. Folders that have only those are not even read.
 check: $(VENV)/test.stamp
 	$(PYTEST) -m 'not full and not compile and not process and not torch and not model and not browser and not gpu' \
-	  tests/core tests/ops tests/backends/cpu tests/statistics tests/checkpoints tests/cli tests/test_imports.py
+	  tests/core tests/ops tests/backends/cpu tests/statistics tests/checkpoints tests/cli tests/test_imports.py tests/test_places.py
 
 # Before a release: every case of every matrix, every instruction set that this machine has (the demo compiles the best one and
 # portable), and 20,000 hostile inputs.

@@ -30,7 +30,7 @@ from billfish.checkpoints.conversion import target_named
 from billfish.checkpoints.entry import Entry
 from billfish.checkpoints.in_memory import HeldArray
 from billfish.checkpoints.write.export import TARGETS, export
-from billfish.checkpoints.write.plan import Settings
+from billfish.checkpoints.write.plan import OutputSettings
 from billfish.core.format import parse_format
 from billfish.llm import default_model, load
 from billfish.llm.evaluation import Truth, evaluate
@@ -74,7 +74,7 @@ def untied(path: Path, form: str) -> Path:
     entries["output.weight"] = HeldArray("output.weight", embedding)
     view = checkpoint.view(entries, [*entries])
     view.origins, view.files = {}, []
-    export("save", view, path, Settings(target_named("save", "gguf")), False)
+    export("save", view, path, OutputSettings(target_named("save", "gguf")), False)
     return path
 
 

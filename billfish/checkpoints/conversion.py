@@ -12,7 +12,7 @@ from billfish.checkpoints.checkpoint import Source, opened
 from billfish.checkpoints.in_memory import checkpoint_of
 from billfish.checkpoints.reports import ConversionReport
 from billfish.checkpoints.write.export import TARGETS, export
-from billfish.checkpoints.write.plan import Settings
+from billfish.checkpoints.write.plan import OutputSettings
 from billfish.checkpoints.write.target import Target
 from billfish.core.arrays import float_dtype
 from billfish.core.errors import FormatError, bad_argument, did_you_mean, failure
@@ -58,7 +58,7 @@ def convert(
         others = ", ".join(name for name, known in TARGETS.items() if known.takes_dtype)
         raise FormatError(failure(call, f"the layout {target.name} has no dtype=", f"It is for {others}."))
     numbers = None if dtype is None else float_dtype(call, dtype)
-    settings = Settings(target, None, requantize, raw_names, numbers, overwrite)
+    settings = OutputSettings(target, None, requantize, raw_names, numbers, overwrite)
     return export(call, opened(src), Path(dst), settings, progress)
 
 
@@ -92,7 +92,9 @@ def save(
         (32, 32)
     """
     call, out = "save", Path(path)
-    settings = Settings(target_named(call, to or layout_of(path)), None, requantize, raw_names, overwrite=overwrite)
+    settings = OutputSettings(
+        target_named(call, to or layout_of(path)), None, requantize, raw_names, overwrite=overwrite
+    )
     return export(call, checkpoint_of(model_or_tensors, out.stem), out, settings, progress)
 
 

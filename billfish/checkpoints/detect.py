@@ -112,7 +112,7 @@ def _open_safetensors(files: Mapping[Path, set[str] | None], folder: Path) -> Fo
 # ---- which arrays belong together --------------------------------------------------------------------------------
 
 
-class Settings:
+class WeightSettings:
     """What configuration and metadata say about weights. Each part is looked up once for all modules."""
 
     def __init__(self, config: dict[str, Any], metadata: Mapping[str, str]) -> None:
@@ -136,7 +136,7 @@ class Settings:
 
 def recognise(stored: Mapping[str, Stored], config: dict[str, Any], metadata: Mapping[str, str]) -> dict[str, Entry]:
     """Entries by name: each module's arrays taken together where a layout knows them, all others as they are."""
-    settings = Settings(config, metadata)
+    settings = WeightSettings(config, metadata)
     bitsandbytes.refuse_other_types(stored, settings.about)
     entries: dict[str, Entry] = {}
     for name in stored:
@@ -153,7 +153,7 @@ def recognise(stored: Mapping[str, Stored], config: dict[str, Any], metadata: Ma
     return entries
 
 
-def _recognise(name: str, stored: Mapping[str, Stored], settings: Settings) -> Entry | None:
+def _recognise(name: str, stored: Mapping[str, Stored], settings: WeightSettings) -> Entry | None:
     """The entry that begins with this array, if one does."""
     module, dot, suffix = name.rpartition(".")
 

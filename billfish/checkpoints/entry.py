@@ -119,7 +119,7 @@ class Unsupported(Entry):
         raise CheckpointError(failure(CALL, f"{about.name} is not supported: {about.unsupported}", SUPPORTED))
 
 
-class Matrix(Entry):
+class MatrixEntry(Entry):
     """A quantized matrix [N, K], or a stack [E, N, K] of them.
 
     A tensor knows the order of its columns, but for some columns of one: those are in stored order.

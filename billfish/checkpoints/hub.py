@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from billfish.core.errors import CheckpointError, MissingPackage, failure, readable
+from billfish.core.errors import CheckpointError, failure, readable
+from billfish.core.extras import require
 
 LOGGER = logging.getLogger("billfish")
 PREFIX = re.compile(r"hf:(?://)?|(?:https?://)?(?:hf\.co|huggingface\.co)/")
@@ -65,7 +66,9 @@ def parse_name(call: str, name: str) -> HubName:
 def fetch_model(call: str, name: str) -> Path:
     """Download what is not in the cache yet. Returns a GGUF file (the first, of a split one) or a model folder."""
     wanted = parse_name(call, name)
-    hub = _import_hub(call)
+    hub = require("huggingface_hub", "hub")
+    for part in ("constants", "errors"):
+        require(f"huggingface_hub.{part}", "hub")
     with _errors_of(call, hub, wanted):
         folder, files = _list_files(hub, wanted)
         names = choose_files(call, wanted, files)
@@ -137,18 +140,6 @@ def _choose_folder(call: str, name: HubName, names: list[str]) -> list[str]:
         problem = f"{name.repository} has no {name.quant}: it holds safetensors"
         raise CheckpointError(failure(call, problem, f"Pass hf:{name.repository}, and quantize= or --quantize."))
     return [*tensors, *(file for file in top if file.endswith(BESIDE))]
-
-
-def _import_hub(call: str) -> Any:
-    try:
-        import huggingface_hub
-        import huggingface_hub.constants
-        import huggingface_hub.errors
-    except ImportError:
-        raise MissingPackage(
-            failure(call, "huggingface_hub is not installed", "Run: pip install 'billfish[hub]'")
-        ) from None
-    return huggingface_hub
 
 
 def _list_files(hub: Any, name: HubName) -> tuple[Path | None, Mapping[str, HubFile]]:

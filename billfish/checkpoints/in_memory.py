@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.checkpoints.checkpoint import Checkpoint
-from billfish.checkpoints.entry import Description, Entry, Matrix, Span, cut_array
+from billfish.checkpoints.entry import Description, Entry, MatrixEntry, Span, cut_array
 from billfish.checkpoints.safetensors_files import KINDS, TYPES
 from billfish.core.arrays import Input
 from billfish.core.errors import CheckpointError, DTypeError, bad_argument, failure, type_of
@@ -33,7 +33,7 @@ class HeldPart(NamedTuple):
     nbytes: int
 
 
-class HeldMatrix(Matrix):
+class HeldMatrix(MatrixEntry):
     """A quantized matrix or a stack of them; `make` gives it, as a layer may have to unpack its weights first."""
 
     layout = "memory"

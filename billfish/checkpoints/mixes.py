@@ -56,7 +56,7 @@ def outer_and_each_third(layer: int, layers: int) -> bool:
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
-class Model(NamedTuple):
+class ModelShape(NamedTuple):
     """What a mix must know of a model."""
 
     layers: int
@@ -101,7 +101,7 @@ class Mix:
                 names.setdefault(chosen[theirs], []).append(name)
         return [(_any_of(same), get_format(format), None) for format, same in names.items()]
 
-    def _choose(self, name: str, k: int, model: Model) -> str:
+    def _choose(self, name: str, k: int, model: ModelShape) -> str:
         if name == OUTPUT or (name == EMBEDDING and model.tied):
             return "q8_0" if k % get_format(self.format).block_size else TIED_OUTPUT
         match = re.fullmatch(r"blk\.(\d{1,9})\.(\w+)\.weight", name)
@@ -118,7 +118,7 @@ class Mix:
             return (self.joined_with_8_experts if model.experts == 8 else self.joined) or self.format
         return self.format
 
-    def _for_values(self, layer: int, model: Model) -> str:
+    def _for_values(self, layer: int, model: ModelShape) -> str:
         if model.experts == 8:
             return "q8_0"
         shared = self.shared_values and model.shared >= 4
@@ -126,7 +126,7 @@ class Mix:
         is_70b = model.layers == 80 and model.shared > 1
         return "q5_k" if is_70b and format in ("q3_k", "q4_k") else format
 
-    def _some(self, some: Some | None, layer: int, model: Model) -> str:
+    def _some(self, some: Some | None, layer: int, model: ModelShape) -> str:
         if some is None:
             return self.format
         return some.format if some.where(layer, model.layers) else some.elsewhere or self.format
@@ -135,12 +135,12 @@ class Mix:
         return format if k % get_format(format).block_size == 0 else IN_BLOCKS_OF_32.get(format, format)
 
 
-def model_of(shapes: Shapes) -> Model:
+def model_of(shapes: Shapes) -> ModelShape:
     """What names and shapes say of a model."""
     layers = {int(match[1]) for name in shapes if (match := re.match(r"blk\.(\d{1,9})\.", name))}
     rows = {part: shapes.get(f"blk.{min(layers, default=0)}.attn_{part}.weight", (1,))[0] for part in "qv"}
     stacks = [shape[0] for name, shape in shapes.items() if "_exps." in name and len(shape) == 3]
-    return Model(
+    return ModelShape(
         max(layers, default=-1) + 1, rows["q"] // max(1, rows["v"]), max(stacks, default=0), OUTPUT not in shapes
     )
 

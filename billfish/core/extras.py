@@ -9,10 +9,17 @@ from typing import Any
 
 from billfish.core.errors import MissingPackage
 
+ROOT = Path(__file__).parents[2]  # a checkout, or where packages are installed
+
 
 def how_to_install(extra: str) -> str:
-    """The command that brings what a part of billfish needs. billfish is on no index: it comes from a checkout."""
-    return f"pip install '.[{extra}]' in a checkout of billfish"
+    """The command that brings what a part of billfish needs.
+
+    billfish is on no index. From a wheel, pip has it already, and so looks only for the packages of the extra.
+    """
+    if (ROOT / "pyproject.toml").is_file():
+        return f"pip install '.[{extra}]' in a checkout of billfish"
+    return f"pip install 'billfish[{extra}]'"
 
 
 def require(module: str, extra: str) -> Any:

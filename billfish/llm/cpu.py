@@ -29,7 +29,7 @@ from billfish.llm.adapters import AdaptedMatrix
 from billfish.llm.decoder_base import Decoder, MtpDecoder, Passage, with_drafts
 from billfish.llm.kv_cache import Cache, Floats
 from billfish.llm.model_weights import CALL, ExpertTensor, ModelTensors, Tensor
-from billfish.llm.sampler import Choice, Sampler
+from billfish.llm.sampler import NextToken, Sampler
 from billfish.models.description import (
     Attention,
     Block,
@@ -396,7 +396,7 @@ class CpuDecoder(Decoder):
         samplers: Sequence[Sampler],
         drafts: Sequence[Sequence[int]],
         activations: Activations | None,
-    ) -> list[list[Choice]]:
+    ) -> list[list[NextToken]]:
         fed, wanted = with_drafts(passages, drafts), [len(draft) + 1 for draft in drafts]
         hidden = np.concatenate(self._last_states(fed, wanted, activations))
         logits = self._logits_for(samplers, hidden, activations)

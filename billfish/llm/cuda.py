@@ -43,7 +43,7 @@ from billfish.llm.drafting.drafter import MOST_DRAFTED
 from billfish.llm.drafting.mtp import PIECE
 from billfish.llm.kv_cache import Floats
 from billfish.llm.model_weights import CALL, ModelTensors
-from billfish.llm.sampler import Choice, Sampler
+from billfish.llm.sampler import NextToken, Sampler
 
 TOGETHER = 512  # sequences that are in one step, at most
 EIGHT_BITS = ("fp8", "q8")  # x in products of prompts, where matrices have formats that can; Hopper's
@@ -68,7 +68,7 @@ class CudaPending(PendingStep):
         self._lengths = [len(cache.tokens) for cache in caches]
         self.results: list[Result] = []
         self._places: list[tuple[weakref.ref[CudaCache], int]] = []  # where caches hold PENDING
-        self._choices: list[list[Choice]] | None = None
+        self._choices: list[list[NextToken]] | None = None
         self.late: Result | None = None  # the step whose late rows are not sampled yet
         self.befores: list[CudaPending] = []  # which choose the tokens that late rows are fed
         self._error: BaseException | None = None
@@ -113,7 +113,7 @@ class CudaPending(PendingStep):
                 self._error = error
             self.befores = []
 
-    def choices(self) -> list[list[Choice]]:
+    def choices(self) -> list[list[NextToken]]:
         with self._lock:
             if self._choices is None:
                 decoder = self._decoder
@@ -344,7 +344,7 @@ class CudaDecoder(Decoder):
         samplers: Sequence[Sampler],
         drafts: Sequence[Sequence[int]],
         activations: Activations | None,
-    ) -> list[list[Choice]]:
+    ) -> list[list[NextToken]]:
         return self.submit(passages, samplers, activations, drafts).choices()
 
     def rows_alike(self, activations: Activations | None) -> int:
@@ -358,9 +358,9 @@ class CudaDecoder(Decoder):
 
     def read(
         self, results: Sequence[Result], samplers: Sequence[Sampler], drafts: Sequence[Sequence[int]]
-    ) -> list[list[Choice]]:
+    ) -> list[list[NextToken]]:
         """Wait for steps: the tokens of all passages with samplers."""
-        chosen: list[list[Choice]] = [[] for _ in samplers]
+        chosen: list[list[NextToken]] = [[] for _ in samplers]
         for result in results:
             result.wait()
             result.keep_hidden(self.config.hidden)

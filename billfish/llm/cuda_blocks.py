@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from billfish.backends.cuda.attention import DeviceAttention, HeadSizes, PagePlace, Rotation
-from billfish.backends.cuda.block import DeviceBlock, LayerInput, Part
+from billfish.backends.cuda.block import BlockPart, DeviceBlock, LayerInput
 from billfish.backends.cuda.dense import DeviceDense
 from billfish.backends.cuda.driver import device
 from billfish.backends.cuda.embedding import DeviceLayerInputs, RopeTables
@@ -121,13 +121,13 @@ class BlockMaker:
         sizes = part.size, self._model.layers
         return DeviceLayerInputs(*sizes, embedding, projection, norm, part.scale, part.projection_scale)
 
-    def mixer(self, i: int) -> Part:
+    def mixer(self, i: int) -> BlockPart:
         mixer = self._model.blocks[i].mixer
         if isinstance(mixer, Attention):
             return self._attention(mixer, i)
         return recurrent_mixer(self._weights, mixer, self.layout.state_offsets[i])
 
-    def feed_forward(self, i: int) -> Part:
+    def feed_forward(self, i: int) -> BlockPart:
         part = self._model.blocks[i].feed_forward
         if isinstance(part, Dense):
             return self._dense(part)

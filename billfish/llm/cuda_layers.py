@@ -26,7 +26,6 @@ from billfish.backends.cuda.launcher import DeviceMatrix, Launcher
 from billfish.backends.cuda.memory import as_tensor
 from billfish.backends.cuda.step_memory import PAGE, Batch
 from billfish.core.errors import BackendUnavailable, failure
-from billfish.core.tensor import QuantizedTensor
 from billfish.llm.cpu import Enough
 from billfish.llm.cuda import CHUNK, FEW_CHUNK
 from billfish.llm.cuda_blocks import BlockMaker
@@ -35,7 +34,6 @@ from billfish.llm.cuda_steps import CudaSteps, Fed, Scratch
 from billfish.llm.cuda_weights import GpuWeights
 from billfish.llm.kv_cache import Floats
 from billfish.llm.model_weights import ModelTensors
-from billfish.ops.matmul import dequantize
 from billfish.statistics.inputs import CALL, InputStatistics
 
 # Gets a layer, one of its inputs, -1 for no expert, and rows that are there until it returns.
@@ -71,10 +69,7 @@ class CudaLayers:
         return CudaCache(self.config, self._pool, capacity)
 
     def embed(self, tokens: list[int]) -> Floats:
-        """The rows of the embedding: [tokens, hidden]."""
-        table = self.tensors.table(self.config.embedding)
-        rows = dequantize(table.take_rows(tokens)) if isinstance(table, QuantizedTensor) else table[tokens]
-        return rows.astype(np.float32) * np.float32(self.config.embedding_scale)
+        return self.tensors.embed(tokens)
 
     def run_layer(
         self, layer: int, tokens: list[int], x: Floats, source: Floats | None, cache: CudaCache,

@@ -39,7 +39,7 @@ class StatePool:
             self._free.append(buffer)
 
 
-class Checkpoint:
+class DeviceCheckpoint:
     """States behind `position` tokens."""
 
     def __init__(self, pool: StatePool, position: int, message_end: bool) -> None:
@@ -70,8 +70,8 @@ class SequenceStates:
     def __init__(self, pool: StatePool) -> None:
         self._pool, self._buffer = pool, pool.take()
         self.position = CHANGING
-        self.checkpoints: list[Checkpoint] = []  # in order
-        self._before: Checkpoint | None = None  # the last step that was launched ahead
+        self.checkpoints: list[DeviceCheckpoint] = []  # in order
+        self._before: DeviceCheckpoint | None = None  # the last step that was launched ahead
         self._rows: list[Buffer] = []  # of states behind each drafted row
 
     @property
@@ -156,7 +156,7 @@ class SequenceStates:
         is no memory for it."""
         self._before = None  # its memory first
         try:
-            self._before = Checkpoint(self._pool, self.position, False)
+            self._before = DeviceCheckpoint(self._pool, self.position, False)
         except OutOfMemory:
             return False
         self._copy(self._before.address, self.address)
@@ -182,7 +182,7 @@ class SequenceStates:
             self._copy(self.address, address)
         self.position = position
 
-    def _kept(self) -> list[Checkpoint]:
+    def _kept(self) -> list[DeviceCheckpoint]:
         return self.checkpoints if self._before is None else [*self.checkpoints, self._before]
 
     def _copy(self, to: int, source: int) -> None:
@@ -199,7 +199,7 @@ class SequenceStates:
                 return
             del self.checkpoints[worst]
         try:
-            self.checkpoints.append(Checkpoint(pool, position, message_end))
+            self.checkpoints.append(DeviceCheckpoint(pool, position, message_end))
         except OutOfMemory:  # the sequence goes on without
             return
 

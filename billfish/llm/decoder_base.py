@@ -13,7 +13,7 @@ from billfish.core.typing import Activations, CacheType
 from billfish.llm.adapters import AdaptedMatrix
 from billfish.llm.kv_cache import Cache, Floats, PagedMemory, shared_length
 from billfish.llm.model_weights import ModelTensors
-from billfish.llm.sampler import Choice, Sampler
+from billfish.llm.sampler import NextToken, Sampler
 
 Passage = tuple[Cache, list[int]]  # tokens that are fed behind what the cache holds
 PENDING = -1  # a token that a pending step is choosing
@@ -26,7 +26,7 @@ class PendingStep(ABC):
     drafts: Sequence[Sequence[int]]
 
     @abstractmethod
-    def choices(self) -> list[list[Choice]]:
+    def choices(self) -> list[list[NextToken]]:
         """Wait for the step: the tokens that it chose for each sampler, several where a draft was right. Raises what
         the step raised; the caches then hold what they held before it."""
 
@@ -40,10 +40,10 @@ class PendingStep(ABC):
 
 
 class FinishedStep(PendingStep):
-    def __init__(self, choices: list[list[Choice]], drafts: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(self, choices: list[list[NextToken]], drafts: Sequence[Sequence[int]] = ()) -> None:
         self._choices, self.drafts = choices, drafts or [()] * len(choices)
 
-    def choices(self) -> list[list[Choice]]:
+    def choices(self) -> list[list[NextToken]]:
         return self._choices
 
 
@@ -165,7 +165,7 @@ class Decoder(ABC):
         samplers: Sequence[Sampler],
         drafts: Sequence[Sequence[int]],
         activations: Activations | None,
-    ) -> list[list[Choice]]:
+    ) -> list[list[NextToken]]:
         """Feed tokens as `choose` does, and behind a single one what was drafted for its text, up to `rows_alike` - 1
         tokens; there is a draft, maybe an empty one, for each sampler. Returns the next tokens of each text: those of
         the draft as long as the sampler chooses them, and one more. The caches hold the texts up to the last choice."""
@@ -180,7 +180,7 @@ class Decoder(ABC):
         logits: Sequence[Floats],
         samplers: Sequence[Sampler],
         drafts: Sequence[Sequence[int]],
-    ) -> list[list[Choice]]:
+    ) -> list[list[NextToken]]:
         """What the samplers choose. Drafted tokens that they do not leave the caches."""
         chosen = [s.accept(rows, draft) for s, rows, draft in zip(samplers, logits, drafts, strict=False)]
         for (cache, _), choices, draft in zip(passages, chosen, drafts, strict=False):

@@ -14,7 +14,7 @@ from billfish.llm.decoder_base import PENDING, Decoder, PendingStep
 from billfish.llm.detokenizer import Detokenizer, Token, check_text_settings
 from billfish.llm.drafting.drafter import Controller, DraftCounts, Drafter
 from billfish.llm.kv_cache import Cache, shared_length
-from billfish.llm.sampler import Choice, RequestSampler, Sampling
+from billfish.llm.sampler import NextToken, RequestSampler, Sampling
 
 if TYPE_CHECKING:
     from billfish.llm.grammar import CompiledGrammar
@@ -211,7 +211,7 @@ class Generation(Iterator[str]):
         most = min(self._most - len(self.tokens) - 1, self._controller.length(kind))
         return kind, self._drafter.draft(self._sequence, most) if most > 0 else []
 
-    def _verify(self, drafted: list[int]) -> tuple[list[Choice], list[int]]:
+    def _verify(self, drafted: list[int]) -> tuple[list[NextToken], list[int]]:
         """Compute drafted tokens in one pass: those that the sampler chooses, and one more. Also which were tried."""
         cache = self._cache
         with cache.lock:
@@ -224,7 +224,7 @@ class Generation(Iterator[str]):
             [chosen], [tried] = step.choices(), step.drafts
             return chosen, list(tried)
 
-    def _take(self, choice: Choice) -> None:
+    def _take(self, choice: NextToken) -> None:
         """The next token of the answer."""
         if self._sampler.error:
             raise DataError(self._sampler.error)

@@ -14,14 +14,12 @@ import numpy as np
 
 from billfish.backends import BACKENDS
 from billfish.backends.metal import EmulatorBackend, MetalBackend
-from billfish.core.tensor import QuantizedTensor
 from billfish.llm.cpu import Enough, Observe
 from billfish.llm.kv_cache import Floats
 from billfish.llm.metal import CHUNK
 from billfish.llm.metal_cache import MetalCache, State
 from billfish.llm.metal_parts import MetalBlock, Parts, Pass, Residual, Span
 from billfish.llm.model_weights import ModelTensors
-from billfish.ops.matmul import dequantize
 
 
 class MetalLayers:
@@ -44,10 +42,7 @@ class MetalLayers:
         return MetalCache(self.config, capacity)
 
     def embed(self, tokens: list[int]) -> Floats:
-        """The rows of the embedding: [tokens, hidden]."""
-        table = self.tensors.table(self.config.embedding)
-        rows = dequantize(table.take_rows(tokens)) if isinstance(table, QuantizedTensor) else table[tokens]
-        return rows.astype(np.float32) * np.float32(self.config.embedding_scale)
+        return self.tensors.embed(tokens)
 
     def run_layer(
         self, layer: int, tokens: list[int], x: Floats, source: Floats | None, cache: MetalCache,

@@ -129,6 +129,12 @@ class ModelTensors:
         """A matrix with a row for each token."""
         return self._matrix(table)
 
+    def embed(self, tokens: list[int]) -> Floats:
+        """The rows of the embedding: [tokens, hidden]."""
+        table = self.table(self.config.embedding)
+        rows = dequantize(table.take_rows(tokens)) if isinstance(table, QuantizedTensor) else table[tokens]
+        return rows.astype(np.float32) * np.float32(self.config.embedding_scale)
+
     @overload
     def vector(self, vector: Vector) -> Floats: ...
 

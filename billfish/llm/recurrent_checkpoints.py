@@ -48,7 +48,7 @@ def least_useful(kept: Sequence[Kept], position: int) -> int | None:
     return min(range(len(kept)), key=loss, default=None)
 
 
-class Checkpoint(NamedTuple, Generic[State]):
+class StateCheckpoint(NamedTuple, Generic[State]):
     """The states of all recurrent layers behind `position` tokens."""
 
     position: int
@@ -59,7 +59,7 @@ class Checkpoint(NamedTuple, Generic[State]):
 class Checkpoints(Generic[State]):
     """Checkpoints of a sequence, in order, where a state is a reference. nbytes: of one state."""
 
-    def __init__(self, nbytes: int, kept: Iterable[Checkpoint[State]] = ()) -> None:
+    def __init__(self, nbytes: int, kept: Iterable[StateCheckpoint[State]] = ()) -> None:
         self._state_bytes, self._kept = nbytes, list(kept)
 
     def add(self, position: int, state: State, message_end: bool) -> None:
@@ -68,13 +68,13 @@ class Checkpoints(Generic[State]):
             worst = least_useful(self._kept, position)
             assert worst is not None
             del self._kept[worst]
-        self._kept.append(Checkpoint(position, message_end, state))
+        self._kept.append(StateCheckpoint(position, message_end, state))
 
     def forget_behind(self, position: int) -> None:
         """Drop those of later positions, which belong to other tokens now."""
         self._kept = [each for each in self._kept if each.position <= position]
 
-    def last_until(self, position: int) -> Checkpoint[State] | None:
+    def last_until(self, position: int) -> StateCheckpoint[State] | None:
         """The last one that is not behind `position` tokens."""
         return next((each for each in reversed(self._kept) if each.position <= position), None)
 

@@ -20,7 +20,7 @@ from billfish.llm.grammar import GrammarLimitError, Matcher
 Scored = tuple[int, float]  # a token, and the logarithm of its probability
 
 
-class Choice(NamedTuple):
+class NextToken(NamedTuple):
     """The next token of an answer. scored: the token and the best ones, where log probabilities were asked for.
     complete: whether a grammar leaves nothing to add."""
 
@@ -203,16 +203,16 @@ class Sampler:
         self.peek()
         del self._upcoming[0]
 
-    def choice(self, token: int) -> Choice:
+    def choice(self, token: int) -> NextToken:
         """The token that was chosen last, with what there is to tell of it."""
-        return Choice(token, self.scored, self.complete)
+        return NextToken(token, self.scored, self.complete)
 
-    def accept(self, logits: NDArray[np.float32], draft: Sequence[int]) -> list[Choice]:
+    def accept(self, logits: NDArray[np.float32], draft: Sequence[int]) -> list[NextToken]:
         """Choose the next token, and the tokens behind a draft as long as it is right.
 
         logits: [1 + tokens of the draft, vocabulary], behind the last token and behind each of the draft.
         """
-        chosen = list[Choice]()
+        chosen = list[NextToken]()
         for row, guess in zip(logits, [*draft, None], strict=True):
             chosen.append(self.choice(self.choose(row)))
             if chosen[-1].token != guess or self.complete or self.error:

@@ -23,7 +23,7 @@ from billfish.core.files import read_text, write_atomically
 CALL = "quantize"
 
 
-class Choice(NamedTuple):
+class FormatChoice(NamedTuple):
     """A format that a matrix may have, with its bits for all weights and its damage in nats."""
 
     format: str  # with a group size where it is not the format's own: "fp4:64"
@@ -31,7 +31,7 @@ class Choice(NamedTuple):
     damage: float
 
 
-class Matrix(NamedTuple):
+class PlannedMatrix(NamedTuple):
     """A matrix, or a stack of experts, by the name that its checkpoint has for it, or for the first of the experts."""
 
     name: str
@@ -74,7 +74,9 @@ class BitPlan:
         return cls(keep.pop(""), keep)
 
 
-def choose_formats(choices: Mapping[Matrix, Sequence[Choice]], bits: float) -> dict[Matrix, Choice]:
+def choose_formats(
+    choices: Mapping[PlannedMatrix, Sequence[FormatChoice]], bits: float
+) -> dict[PlannedMatrix, FormatChoice]:
     """The least damage with at most `bits` for a weight on average. Raises if even the smallest formats take more."""
     edges = {matrix: lower_edge(offered) for matrix, offered in choices.items()}
     chosen = {matrix: edge[0] for matrix, edge in edges.items()}
@@ -95,9 +97,9 @@ def choose_formats(choices: Mapping[Matrix, Sequence[Choice]], bits: float) -> d
     return chosen
 
 
-def lower_edge(choices: Iterable[Choice]) -> list[Choice]:
+def lower_edge(choices: Iterable[FormatChoice]) -> list[FormatChoice]:
     """The choices that no mixture of two others beats, by rising bits and falling damage."""
-    edge: list[Choice] = []
+    edge: list[FormatChoice] = []
     for choice in sorted(choices, key=lambda choice: (choice.bits, choice.damage, choice.format)):
         if edge and choice.damage >= edge[-1].damage:
             continue
@@ -107,17 +109,17 @@ def lower_edge(choices: Iterable[Choice]) -> list[Choice]:
     return edge
 
 
-def _gain(before: Choice, after: Choice) -> float:
+def _gain(before: FormatChoice, after: FormatChoice) -> float:
     return (before.damage - after.damage) / (after.bits - before.bits)
 
 
-def plan_of(chosen: Mapping[Matrix, Choice], remarks: Sequence[str] = ()) -> BitPlan:
+def plan_of(chosen: Mapping[PlannedMatrix, FormatChoice], remarks: Sequence[str] = ()) -> BitPlan:
     """The plan in as few rules as there are pairs of kind and format, without those of the commonest format."""
     weights = Counter[str]()
     for matrix, choice in chosen.items():
         weights[choice.format] += matrix.weights
     [(common, _)] = weights.most_common(1)
-    groups: dict[tuple[str, str], list[Matrix]] = {}
+    groups: dict[tuple[str, str], list[PlannedMatrix]] = {}
     for matrix, choice in chosen.items():
         if choice.format != common:
             groups.setdefault((matrix.kind, choice.format), []).append(matrix)
@@ -125,7 +127,7 @@ def plan_of(chosen: Mapping[Matrix, Choice], remarks: Sequence[str] = ()) -> Bit
     return BitPlan(common, keep, tuple(remarks))
 
 
-def _pattern(matrices: Sequence[Matrix]) -> str:
+def _pattern(matrices: Sequence[PlannedMatrix]) -> str:
     """A regular expression for matrices whose names differ in the number of their layer only, of experts for all."""
     before, after = re.split(rf"(?<=\.){matrices[0].layer}(?=\.)", matrices[0].name, maxsplit=1)
     layers = "|".join(str(matrix.layer) for matrix in matrices)

@@ -54,7 +54,7 @@ from billfish.ops.matmul import dequantize
 from billfish.ops.quantization import quantize
 from billfish.statistics.inputs import CALL, InputStatistics, Sums
 from billfish.statistics.statistics import Statistics
-from billfish.statistics.statistics_file import About, Inputs, Part, check_suffix, output_file
+from billfish.statistics.statistics_file import About, Inputs, StatisticsPart, check_suffix, output_file
 
 if TYPE_CHECKING:
     from billfish.llm.cuda_layers import CudaLayers
@@ -233,7 +233,7 @@ class Calibration:
         with Progress(len(self.inputs), "layers", enabled=progress) as bar:
             layers = Layers(self, partial_path(Path(os.path.abspath(out))) / "states", bar, quantized)
             parts = [
-                Part(f"layer {i}", tuple(layer.values()), functools.partial(layers.statistics, i))
+                StatisticsPart(f"layer {i}", tuple(layer.values()), functools.partial(layers.statistics, i))
                 for i, layer in enumerate(self.inputs)
             ]
             about = About(
@@ -275,7 +275,8 @@ class Layers:
 
             source, config = self._calibration.tensors.source, self._calibration.tensors.config
             return MetalLayers(ModelTensors(source, config, self._converted), device)
-        decoder = load(self._calibration.path, device="cpu", convert=self._converted).decoder
+        path, shown = self._calibration.path, self._bar.enabled
+        decoder = load(path, device="cpu", convert=self._converted, progress=shown).decoder
         assert isinstance(decoder, CpuDecoder)
         return decoder
 

@@ -18,7 +18,7 @@ from billfish.checkpoints.mixes import mix_named
 from billfish.checkpoints.names.expert_stacks import stacks_in
 from billfish.checkpoints.reports import ConversionReport
 from billfish.checkpoints.write.export import check_export, export
-from billfish.checkpoints.write.plan import Settings
+from billfish.checkpoints.write.plan import OutputSettings
 from billfish.checkpoints.write.selection import Quantization, Rule
 from billfish.core.errors import DataError, FormatError, bad_argument, failure
 from billfish.core.files import path_of
@@ -142,7 +142,7 @@ def quantize_to_bits(
         most = f"the most that --formats has are {largest.bits(LONG_ROW):g}, of {largest.name}"
         raise DataError(f"{CALL}: --bits is {bits:g}; {most}. Use --format {largest.name}, or fewer bits.")
 
-    def settings_for(plan: BitPlan) -> Settings:
+    def settings_for(plan: BitPlan) -> OutputSettings:
         further = only, to, requantize, raw_names, overwrite, device
         return _settings(out, plan.format, None, method, keep, plan.keep, *further)
 
@@ -191,7 +191,7 @@ def quantize_to_bits(
     return report
 
 
-def _average_bits(checkpoint: Checkpoint, wanted: set[str], settings: Settings, rules: int) -> float:
+def _average_bits(checkpoint: Checkpoint, wanted: set[str], settings: OutputSettings, rules: int) -> float:
     """Bits for each weight that a plan chooses the format of: of all that is quantized, what none of so many rules of
     the user is for."""
     assert settings.quantization is not None
@@ -247,7 +247,7 @@ def _settings(
     raw_names: bool,
     overwrite: bool,
     device: str,
-) -> Settings:
+) -> OutputSettings:
     """All that the writer is told. planned: rules that come after `keep` and `only`."""
     target = target_named(CALL, to or layout_of(dst))
     check_method(CALL, method)
@@ -267,7 +267,7 @@ def _settings(
             )
     place = _gptq_place(check_device(device)) if method == "gptq" else "cpu"
     quantization = Quantization(chosen, group_size, method, rules, patterns, mix, planned=later, gptq_device=place)
-    return Settings(target, quantization, requantize, raw_names, overwrite=overwrite)
+    return OutputSettings(target, quantization, requantize, raw_names, overwrite=overwrite)
 
 
 @functools.cache
@@ -313,6 +313,6 @@ def _statistics(
         yield None
 
 
-def _with_statistics(settings: Settings, statistics: Statistics | None) -> Settings:
+def _with_statistics(settings: OutputSettings, statistics: Statistics | None) -> OutputSettings:
     assert settings.quantization is not None
     return replace(settings, quantization=replace(settings.quantization, statistics=statistics))

@@ -40,7 +40,7 @@ from billfish.checkpoints.names.gguf_names import (
 from billfish.checkpoints.reports import ConversionReport
 from billfish.checkpoints.safetensors_files import KINDS, TYPES
 from billfish.checkpoints.write.export import export
-from billfish.checkpoints.write.plan import Settings
+from billfish.checkpoints.write.plan import OutputSettings
 from billfish.core.arrays import float_dtype
 from billfish.core.errors import CheckpointError, DataError, ModelError, bad_argument, failure
 from billfish.core.files import path_of
@@ -111,7 +111,7 @@ def rotate_checkpoint(
     tensors = _checked(checkpoint, source)
     changes = Changes(tensors, seed)
     view = rotated(checkpoint, tensors, changes, numbers)
-    settings = Settings(target, dtype=numbers, overwrite=overwrite, rotation=seed)
+    settings = OutputSettings(target, dtype=numbers, overwrite=overwrite, rotation=seed)
     report = export(CALL, view, out, settings, progress)
     same = {name for name in source.tensors if name not in changes.found}
     same |= {source.tensors.origins.get(name, name) for name in same}

@@ -32,7 +32,7 @@ from billfish.llm.model_files import open_source
 from billfish.models import describe
 from billfish.ops.matmul import dequantize
 from billfish.ops.quantization import quantize
-from billfish.quantizing.bit_plan import BitPlan, Choice, Matrix, choose_formats, plan_of
+from billfish.quantizing.bit_plan import BitPlan, FormatChoice, PlannedMatrix, choose_formats, plan_of
 from billfish.quantizing.calibrate_checkpoint import named_text, windows_of
 from billfish.statistics.statistics import Statistics
 
@@ -104,7 +104,7 @@ class Damage:
         self._run = self._digest()
         self._known = self._read()
 
-    def _matrices(self, wanted: Container[str] | None) -> dict[str, Matrix]:
+    def _matrices(self, wanted: Container[str] | None) -> dict[str, PlannedMatrix]:
         """Those that `billfish quantize` would quantize, by GGUF's names. Stacks that the file has as one are one.
 
         wanted: the names in the file of all that are to be quantized, if not every matrix is.
@@ -112,7 +112,7 @@ class Damage:
         checkpoint = self._source.tensors
         how = Quantization(self.candidates[0].format, None, "mse", statistics=self._statistics)
         how.check_statistics(open_checkpoint(self._path))
-        found: dict[str, Matrix] = {}
+        found: dict[str, PlannedMatrix] = {}
         by_origin: dict[str, list[str]] = {}
         for name in checkpoint:
             about, place = checkpoint.describe(name), PLACE.fullmatch(name)
@@ -120,7 +120,7 @@ class Damage:
             origin, weights = checkpoint.origins.get(name, name), int(np.prod(about.shape))
             chosen = how.choice(name, origin, about.shape) is not None and (wanted is None or origin in wanted)
             if place and chosen and (plain or self._requantize):
-                found[name] = Matrix(origin, int(place[1]), place[2], weights)
+                found[name] = PlannedMatrix(origin, int(place[1]), place[2], weights)
                 by_origin.setdefault(origin, []).append(name)
         for same in by_origin.values():
             whole = found[same[0]]._replace(
@@ -148,7 +148,7 @@ class Damage:
         except (ValueError, KeyError, TypeError):  # of another program, or damaged: passes are measured anew
             return {}
 
-    def _measure_pass(self, what: str, chosen: set[Matrix], candidate: Candidate, truth: Truth) -> None:
+    def _measure_pass(self, what: str, chosen: set[PlannedMatrix], candidate: Candidate, truth: Truth) -> None:
         if what not in self._known:
             convert = self._converter(chosen, candidate)
             model = load(self._path, device=self._device, convert=convert, progress=False)
@@ -159,7 +159,7 @@ class Damage:
                 content = json.dumps({"run": self._run, "divergences": self._known})
                 write_atomically(self._kept, content.encode())
 
-    def _converter(self, chosen: set[Matrix], candidate: Candidate) -> Callable[[str, Any], Any]:
+    def _converter(self, chosen: set[PlannedMatrix], candidate: Candidate) -> Callable[[str, Any], Any]:
         """What becomes of the tensors of a model in a pass."""
 
         def convert(name: str, tensor: Any) -> Any:
@@ -174,7 +174,7 @@ class Damage:
 
         return convert
 
-    def measure(self) -> dict[Matrix, list[Choice]]:
+    def measure(self) -> dict[PlannedMatrix, list[FormatChoice]]:
         """For each matrix all formats that it may have."""
         kinds, layers = (_grouped(self.matrices.values(), field) for field in ("kind", "layer"))
         least = min(self.candidates, key=lambda candidate: candidate.bits(LONG_ROW))
@@ -192,16 +192,16 @@ class Damage:
 
     def _shared_out(
         self, by_kind: dict[tuple[Any, str], float], by_layer: dict[Any, float]
-    ) -> dict[Matrix, list[Choice]]:
+    ) -> dict[PlannedMatrix, list[FormatChoice]]:
         """The damage of each matrix: that of its kind, in proportion to its layer's among the layers that have it."""
-        choices: dict[Matrix, list[Choice]] = {}
+        choices: dict[PlannedMatrix, list[FormatChoice]] = {}
         for name, matrix in self.matrices.items():
             shape = self._source.tensors.describe(name).shape
             alike = [m for m in dict.fromkeys(self.matrices.values()) if m.kind == matrix.kind]
             all_layers = sum(by_layer[m.layer] for m in alike)
             share = by_layer[matrix.layer] / all_layers if all_layers else 1.0
             choices[matrix] = [
-                Choice(
+                FormatChoice(
                     candidate.name,
                     candidate.bits(shape[-1]) * matrix.weights,
                     share * by_kind[matrix.kind, candidate.name],
@@ -214,7 +214,7 @@ class Damage:
                 raise DataError(failure(CALL, problem, "Add one with a smaller block size, such as q8_0."))
         return choices
 
-    def remarks(self, chosen: dict[Matrix, Choice]) -> list[str]:
+    def remarks(self, chosen: dict[PlannedMatrix, FormatChoice]) -> list[str]:
         """What a reader of the plan may want to know."""
         weights = sum(matrix.weights for matrix in chosen)
         average = sum(choice.bits for choice in chosen.values()) / weights
@@ -240,9 +240,9 @@ def role_of(kind: str) -> str:
     return "experts" if "_exps" in kind else "feed-forward" if kind.startswith("ffn") else "attention"
 
 
-def _grouped(matrices: Iterable[Matrix], field: str) -> dict[Any, set[Matrix]]:
+def _grouped(matrices: Iterable[PlannedMatrix], field: str) -> dict[Any, set[PlannedMatrix]]:
     """By kind, or by layer."""
-    found: dict[Any, set[Matrix]] = {}
+    found: dict[Any, set[PlannedMatrix]] = {}
     for matrix in sorted(matrices, key=lambda matrix: getattr(matrix, field)):
         found.setdefault(getattr(matrix, field), set()).add(matrix)
     return found

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from billfish.checkpoints.in_memory import HeldMatrix
 from billfish.checkpoints.names.gguf_names import is_gguf
 from billfish.checkpoints.reports import ConversionReport
 from billfish.checkpoints.write.export import TARGETS, check_export, export
-from billfish.checkpoints.write.plan import Settings
+from billfish.checkpoints.write.plan import OutputSettings
 from billfish.checkpoints.write.resumable_writer import identity
 from billfish.core.errors import BackendUnavailable, DataError, bad_argument, failure
 from billfish.core.files import path_of, replacing
@@ -93,10 +94,7 @@ def tune_checkpoint(
         >>> bf.open_checkpoint("tuned.gguf")["blk.0.attn_q.weight"]
         QuantizedTensor(q8_0, [128, 64], group_size=32, 8704 bytes)
     """
-    try:
-        import torch
-    except ImportError:
-        raise BackendUnavailable("tune: torch is not installed. Run: pip install torch") from None
+    place = _checked_device(device)
     if tokens < 2 or epochs < 1 or not 0 < rate <= 1:
         name, value = ("tokens", tokens) if tokens < 2 else ("epochs", epochs) if epochs < 1 else ("rate", rate)
         raise DataError(
@@ -104,7 +102,7 @@ def tune_checkpoint(
         )
     path, out = path_of(CALL, src), Path(dst)
     checkpoint, source = Checkpoint(path), open_source(path)
-    settings = Settings(target_named(CALL, _layout(checkpoint)), overwrite=overwrite)
+    settings = OutputSettings(target_named(CALL, _layout(checkpoint)), overwrite=overwrite)
     check_export(CALL, checkpoint, out, settings)
     content, _ = named_text(text)
     context = describe(source.fields, source.vocabulary, source.tensors).context
@@ -112,7 +110,6 @@ def tune_checkpoint(
     if not 2 <= window <= context:
         raise DataError(bad_argument(CALL, "window", window, f"2 to {context}, the model's context"))
     windows = [part for part in windows_of(source.tokenizer(), content, tokens, window) if len(part) > 1]
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     truth = identity(Checkpoint(path_of(CALL, against)).files)
     settings_of_run = [__version__, identity(checkpoint.files), truth, windows, epochs, rate]
     kept = Path(f"{os.path.abspath(out)}.partial-tuning")
@@ -121,6 +118,23 @@ def tune_checkpoint(
     report = export(CALL, training.result(), out, settings, False)
     kept.unlink(missing_ok=True)
     return report
+
+
+def _checked_device(device: str) -> torch.device:
+    """torch's device of the words. Raises for other words, and where torch does not see the GPU."""
+    try:
+        import torch
+    except ImportError:
+        raise BackendUnavailable("tune: torch is not installed. Run: pip install torch") from None
+    gpus = torch.cuda.device_count()
+    if device == "auto":
+        return torch.device("cuda" if gpus else "cpu")
+    found = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
+    if found is None:
+        raise DataError(bad_argument(CALL, "device", repr(device), "cpu, cuda, cuda:N or auto"))
+    if device != "cpu" and int(found[1] or 0) >= gpus:
+        raise BackendUnavailable(failure(CALL, f"torch sees {gpus} GPUs, and not {device}", "Use device cpu."))
+    return torch.device(device)
 
 
 @dataclass(frozen=True)

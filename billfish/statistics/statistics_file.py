@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
     cross: bool = False  # and products with the float model's inputs
 
 
-class Part(NamedTuple):
+class StatisticsPart(NamedTuple):
     """Statistics that are made together."""
 
     label: str
@@ -70,7 +70,7 @@ class About(NamedTuple):
 # ---- writing ------------------------------------------------------------------------------------------------------
 
 
-def output_file(name: str, parts: Sequence[Part], about: About) -> OutputFile:
+def output_file(name: str, parts: Sequence[StatisticsPart], about: About) -> OutputFile:
     """The file of these parts, in the layout that its name says: .safetensors or .gguf."""
     every = [inputs for part in parts for inputs in part.inputs]
     if name.endswith(".gguf"):
@@ -100,7 +100,7 @@ def _specs(inputs: Iterable[Inputs]) -> dict[str, Spec]:
     return specs
 
 
-def _piece(part: Part) -> Piece:
+def _piece(part: StatisticsPart) -> Piece:
     def make() -> list[Array]:
         arrays = [array for known in part.make() for array in (known.squares, known.counts, known.outer, known.cross)]
         return [array for array in arrays if array is not None]
@@ -118,7 +118,7 @@ def _gguf_specs(inputs: Iterable[Inputs]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _gguf_piece(part: Part) -> Piece:
+def _gguf_piece(part: StatisticsPart) -> Piece:
     def make() -> list[Array]:
         made = zip(part.inputs, part.make(), strict=True)
         return [array for inputs, known in made for name in inputs.names for array in imatrix.tensors_of(name, known)]
@@ -151,9 +151,9 @@ def check_suffix(path: Path, outer: bool, suffixes: Sequence[str] = SUFFIXES) ->
         raise CheckpointError(f"{CALL}: {path.name!r} cannot hold X^T X. The output must end in .safetensors.")
 
 
-def _part_of(known: InputStatistics, names: tuple[str, ...]) -> Part:
+def _part_of(known: InputStatistics, names: tuple[str, ...]) -> StatisticsPart:
     inputs = Inputs(names, known.squares.shape, known.outer is not None, known.cross is not None)
-    return Part(names[0], (inputs,), lambda: [known])
+    return StatisticsPart(names[0], (inputs,), lambda: [known])
 
 
 def _content(file: OutputFile) -> Iterable[bytes]:

@@ -197,7 +197,7 @@ def test_without_a_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(bf.BackendUnavailable, match=r"pip install 'billfish\[hub\]'"):
+    with pytest.raises(bf.BackendUnavailable, match=r"pip install '\.\[hub\]'"):
         fetch_model("load", "hf:anna/tiny")
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = commands(COMMANDS.read_text())
 
 
-def test_there_are_forty():
+def test_each_command_prints_what_its_page_says():
     assert len(SCRIPT) >= 40
     assert all(command.prints for command in SCRIPT)
 

@@ -3,7 +3,7 @@
 FOLDER: where npm has installed their packages. No model small enough for a test can drive an agent. So the model's part
 is a script: it thinks, lists files, reads two at once, writes one, and says that it is done. Templates, tokens, readers
 of thoughts and calls, APIs and streams are the server's own, and the agents execute the calls. --record FOLDER writes
-the requests for tests/serving/test_recorded.py. Ends with 1 if an agent fails.
+the requests for tests/serving/api/test_recorded.py. Ends with 1 if an agent fails.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs real clients against `billfish serve`: python tests/in_clients/run.py PYTHON [--record FOLDER] [CLIENT ...]
 
 PYTHON: of an environment that has the packages of requirements.txt. Each client is a process of its own, behind a proxy
-that sees what it sends. --record writes that to FOLDER, for tests/serving/test_recorded.py. Ends with 1 if a client
+that sees what it sends. --record writes that to FOLDER, for tests/serving/api/test_recorded.py. Ends with 1 if a client
 fails.
 """
 
@@ -126,7 +126,7 @@ def different(seen: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def written(name: str, version: str, requests: list[dict[str, Any]]) -> str:
-    """A file of tests/serving/recorded."""
+    """A file of tests/serving/api/recorded."""
     lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in requests)
     return f'{{"client": "{name}", "version": "{version}", "requests": [\n{lines}\n]}}\n'
 

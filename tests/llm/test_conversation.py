@@ -13,7 +13,7 @@ from billfish.llm.chat_template import ChatTemplate
 from billfish.llm.conversation.answer_grammar import Function, Wanted, answer_grammar
 from billfish.llm.conversation.choose_reader import reader_of
 from billfish.llm.conversation.derive import derive
-from billfish.llm.conversation.events import CallArguments, Message, Text
+from billfish.llm.conversation.events import AnswerMessage, CallArguments, Text
 from billfish.llm.conversation.literals import Literals, NotALiteral, typed
 from billfish.llm.conversation.reader import AnswerReader
 from billfish.llm.conversation.syntax import HERMES, CallSyntax, ChatSyntax, Marks
@@ -69,9 +69,9 @@ def derived() -> dict[str, tuple[ChatTemplate, ChatSyntax]]:
     return {name: (template, derive(template)) for name, template in templates.items()}
 
 
-def read(syntax: ChatSyntax, text: str, size: int = 10**6, prompt: str = "", **options: Any) -> Message:
+def read(syntax: ChatSyntax, text: str, size: int = 10**6, prompt: str = "", **options: Any) -> AnswerMessage:
     """The message that a reader makes of a text in pieces."""
-    reader, message = reader_of(syntax, prompt, {f.name: PARAMETERS for f in FUNCTIONS}, **options), Message()
+    reader, message = reader_of(syntax, prompt, {f.name: PARAMETERS for f in FUNCTIONS}, **options), AnswerMessage()
     for start in range(0, len(text), size):
         for event in reader.read(text[start : start + size]):
             message.add(event)
@@ -188,11 +188,11 @@ def test_thoughts_are_apart_from_text(derived, name):
     start, end = syntax.thought.marks.start, syntax.thought.marks.end
     for text in (f"{start}\nmaybe < so\n{end}The answer < 5.", f"\n{start}maybe < so{end}\n\nThe answer < 5."):
         for size in (1, 7, 10**6):
-            assert read(syntax, text, size) == Message("The answer < 5.", "maybe < so")
+            assert read(syntax, text, size) == AnswerMessage("The answer < 5.", "maybe < so")
     opened = f"a prompt\n{start}"
-    assert read(syntax, f"maybe{end}Yes.", 3, opened) == Message("Yes.", "maybe")
-    assert read(syntax, "maybe so", 3, opened) == Message("", "maybe so")
-    assert read(syntax, f"No {start.strip()} thought.", 2) == Message(f"No {start.strip()} thought.")
+    assert read(syntax, f"maybe{end}Yes.", 3, opened) == AnswerMessage("Yes.", "maybe")
+    assert read(syntax, "maybe so", 3, opened) == AnswerMessage("", "maybe so")
+    assert read(syntax, f"No {start.strip()} thought.", 2) == AnswerMessage(f"No {start.strip()} thought.")
 
 
 def test_the_channels_of_harmony(derived):
@@ -206,7 +206,7 @@ def test_the_channels_of_harmony(derived):
         assert message.thought == "So."
         assert [(call.name, call.arguments) for call in message.calls] == [("weather", '{"city": "Bonn"}')]
     final = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>Yes < no."
-    assert read(syntax, final, 2, "<|start|>assistant") == Message("Yes < no.", "So.")
+    assert read(syntax, final, 2, "<|start|>assistant") == AnswerMessage("Yes < no.", "So.")
 
 
 CALL = '{"name": "weather", "arguments": {"city": "Bonn"}}'

@@ -87,6 +87,7 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b))
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not has_gpu(), reason="test_cuda_models.py has it on a fake GPU")
 @pytest.mark.parametrize("name", RECURRENT)
 def test_logits_are_the_cpus(name, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import billfish as bf
+from billfish.core.errors import MissingPackage
 from billfish.nn.peft import MarlinLoraLinear
 from billfish.nn.torch.linear import MarlinLinear
 from billfish.nn.transformers import BillfishConfig, load_model
@@ -226,11 +226,11 @@ def test_wrong_arguments(settings, message):
         get_peft_model(model, LoraConfig(target_modules=["0"], **settings))
 
 
-def test_without_peft_the_message_names_the_extra():
-    program = "import sys; sys.modules['peft'] = None; import billfish.nn.peft"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "MissingPackage: peft is not installed" in run.stderr
-    assert "pip install '.[peft]'" in run.stderr
+def test_without_peft_the_message_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.delitem(sys.modules, "billfish.nn.peft", raising=False)
+    with pytest.raises(MissingPackage, match=r"peft is not installed.*pip install '\.\[peft\]'"):
+        importlib.import_module("billfish.nn.peft")
 
 
 def test_the_example_learns(tmp_path, monkeypatch, capsys):

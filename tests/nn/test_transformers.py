@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
@@ -27,6 +28,7 @@ from transformers import (
 
 import billfish as bf
 from billfish.cli.main import main
+from billfish.core.errors import MissingPackage
 from billfish.nn.torch.linear import MarlinLinear
 from billfish.nn.transformers import BillfishConfig, load_model
 
@@ -425,9 +427,8 @@ def test_wrong_arguments(tmp_path):
         load_model(tmp_path)
 
 
-def test_without_transformers_the_message_names_the_extra():
-    program = "import sys; sys.modules['transformers'] = None; import billfish.nn.transformers"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert run.returncode == 1
-    assert "MissingPackage: transformers is not installed" in run.stderr
-    assert "pip install '.[transformers]'" in run.stderr
+def test_without_transformers_the_message_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "billfish.nn.transformers")
+    with pytest.raises(MissingPackage, match=r"transformers is not installed.*pip install '\.\[transformers\]'"):
+        importlib.import_module("billfish.nn.transformers")

@@ -16,7 +16,7 @@ from billfish.cli.main import main
 from billfish.llm import evaluate, load
 from billfish.quantizing import quantize_checkpoint as quantizing
 from billfish.quantizing import sensitivity as damage
-from billfish.quantizing.bit_plan import BitPlan, Choice, Matrix, choose_formats, lower_edge, plan_of
+from billfish.quantizing.bit_plan import BitPlan, FormatChoice, PlannedMatrix, choose_formats, lower_edge, plan_of
 
 
 def random_choices(seed, matrices=5, formats=4):
@@ -25,8 +25,8 @@ def random_choices(seed, matrices=5, formats=4):
     for i in range(matrices):
         weights = int(rng.integers(1, 4)) * 32
         bits = rng.choice([3.0, 4.25, 4.5, 5.5, 6.0, 8.5], formats, replace=False)
-        offered = [Choice(f"f{b}", float(b) * weights, float(rng.random() ** 3 * 2.0**-b)) for b in bits]
-        found[Matrix(f"blk.{i}.a.weight", i, "a", weights)] = offered
+        offered = [FormatChoice(f"f{b}", float(b) * weights, float(rng.random() ** 3 * 2.0**-b)) for b in bits]
+        found[PlannedMatrix(f"blk.{i}.a.weight", i, "a", weights)] = offered
     return found
 
 
@@ -54,17 +54,25 @@ def test_the_choice_is_the_best_but_for_the_bits_that_are_left(seed):
 
 
 def test_the_lower_edge():
-    points = [Choice("a", 4, 1.0), Choice("b", 5, 0.9), Choice("c", 6, 0.2), Choice("d", 6, 0.5), Choice("e", 8, 0.3)]
+    points = [
+        FormatChoice("a", 4, 1.0),
+        FormatChoice("b", 5, 0.9),
+        FormatChoice("c", 6, 0.2),
+        FormatChoice("d", 6, 0.5),
+        FormatChoice("e", 8, 0.3),
+    ]
     assert [choice.format for choice in lower_edge(points)] == ["a", "c"]
     assert [choice.format for choice in lower_edge(points[1:2])] == ["b"]
 
 
 def test_a_plan_reads_as_rules():
     chosen = {
-        Matrix(f"blk.{layer}.{kind}.weight", layer, kind, 32): Choice(format, 0, 0)
+        PlannedMatrix(f"blk.{layer}.{kind}.weight", layer, kind, 32): FormatChoice(format, 0, 0)
         for layer, kind, format in [(0, "up", "q8_0"), (1, "up", "q4_0"), (10, "up", "q8_0"), (0, "v", "q4_0")]
     }
-    plan = plan_of({**chosen, Matrix("blk.1.v.weight", 1, "v", 96): Choice("q4_0", 0, 0)}, ["what was measured"])
+    plan = plan_of(
+        {**chosen, PlannedMatrix("blk.1.v.weight", 1, "v", 96): FormatChoice("q4_0", 0, 0)}, ["what was measured"]
+    )
     assert plan.text() == "# what was measured\n^blk\\.(0|10)\\.up\\.weight$=q8_0\n=q4_0\n"
     [pattern] = plan.keep
     assert re.search(pattern, "blk.10.up.weight")

@@ -136,6 +136,12 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(model, monkeypatch):
     assert not list(model.parent.glob("*.partial*"))
 
 
+@pytest.mark.parametrize(("device", "error"), [("cuda:99", "GPUs, and not cuda:99"), ("tpu", r"device.*'tpu'.*cuda:N")])
+def test_a_device_that_torch_does_not_have_is_refused(model, device, error):
+    with pytest.raises(bf.BillfishError, match=error):
+        bf.tune_checkpoint(model, model.parent / "out.gguf", **settings(model, device=device))
+
+
 @pytest.mark.parametrize("changed", ["model", "kept"])
 def test_a_stopped_run_with_another_model_or_a_damaged_file_begins_anew(model, monkeypatch, changed):
     quantized, out = model.parent / "quantized.gguf", model.parent / "out.gguf"

@@ -15,7 +15,7 @@ from billfish.backends.cuda.launcher import UNFOLDED, DeviceMatrix, FoldedNorms,
 from billfish.backends.cuda.step_memory import Batch, StepMemory
 
 
-class Part(Protocol):
+class BlockPart(Protocol):
     """A token mixer or a feed-forward part. A recurrent mixer has its state of sequence i at states[i] plus the bytes
     it was told when it was made."""
 
@@ -40,7 +40,7 @@ class Part(Protocol):
 
 
 @runtime_checkable
-class FoldingPart(Part, Protocol):
+class FoldingPart(BlockPart, Protocol):
     """A part that nothing but products with `ends[0]` read `x` of, and whose output is a product with `ends[1]`: these
     may take over the norms around it."""
 
@@ -91,8 +91,8 @@ class DeviceBlock:
     """x += scale post_norm(mixer(norm(x))), then the same with the feed-forward part, as models/description.py says.
     A norm that is None is left out."""
 
-    mixer: Part
-    feed_forward: Part
+    mixer: BlockPart
+    feed_forward: BlockPart
     mixer_norm: Buffer | None
     feed_forward_norm: Buffer | None
     mixer_post_norm: Buffer | None = None
@@ -102,7 +102,7 @@ class DeviceBlock:
     output_scale: float = 1.0
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[BlockPart, ...]:
         more = () if self.layer_input is None else (self.layer_input,)
         return self.mixer, self.feed_forward, *more
 
@@ -153,8 +153,8 @@ class DeviceBlock:
 
 def _folded(
     launcher: Launcher,
-    first: Part,
-    second: Part,
+    first: BlockPart,
+    second: BlockPart,
     residual: Residual,
     norm_before: Buffer | None,
     norm: Buffer | None,
@@ -166,7 +166,7 @@ def _folded(
     return launcher.folded(rows, first.ends[1], second.ends[0], residual, norm)
 
 
-def _run(part: Part, launcher: Launcher, stream: int, step: StepMemory, batch: Batch, folded: FoldedNorms) -> None:
+def _run(part: BlockPart, launcher: Launcher, stream: int, step: StepMemory, batch: Batch, folded: FoldedNorms) -> None:
     if isinstance(part, FoldingPart):
         part.run(launcher, stream, step, batch, folded)
     else:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from billfish.checkpoints.entry import SUPPORTED, Entry, Matrix, Unsupported, check_part
+from billfish.checkpoints.entry import SUPPORTED, Entry, MatrixEntry, Unsupported, check_part
 from billfish.checkpoints.safetensors_files import CALL, Stored
 from billfish.core.elements import NF4
 from billfish.core.errors import CheckpointError, bad_argument, failure
@@ -28,7 +28,7 @@ LARGEST_OFFSET = 3e38  # of float32
 PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
-class Nf4Matrix(Matrix):
+class Nf4Matrix(MatrixEntry):
     layout = "bitsandbytes"
 
     def __init__(self, weight: Stored, parts: dict[str, Stored], shape: tuple[int, ...], state: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.checkpoints.entry import Entry, Matrix, Unsupported, check_part
+from billfish.checkpoints.entry import Entry, MatrixEntry, Unsupported, check_part
 from billfish.checkpoints.layouts.packed_words import (
     FLOATS,
     WordMatrix,
@@ -91,7 +91,7 @@ class PackedMatrix(WordMatrix):
         return unpack_bits(stored[:, groups], self.bits, axis=0)[rows].T
 
 
-class Fp4Matrix(Matrix):
+class Fp4Matrix(MatrixEntry):
     """nvfp4 and mxfp4 of any project that stores E2M1 row-major: bytes as they are, and a global scale."""
 
     def __init__(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from billfish.checkpoints.entry import Entry, Matrix, Unsupported
+from billfish.checkpoints.entry import Entry, MatrixEntry, Unsupported
 from billfish.checkpoints.safetensors_files import CALL, Stored
 from billfish.core.errors import CheckpointError, bad_argument
 from billfish.core.format import Format
@@ -26,7 +26,7 @@ SCALES = ("F32", "F16", "BF16", "F8_E8M0")
 SUFFIXES = ("_scale", "_scale_inv")
 
 
-class Fp8Matrix(Matrix):
+class Fp8Matrix(MatrixEntry):
     """Scales for `height` rows and `width` k."""
 
     def __init__(

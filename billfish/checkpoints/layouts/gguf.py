@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from billfish.checkpoints.entry import Entry, Matrix, Plain, Unsupported
+from billfish.checkpoints.entry import Entry, MatrixEntry, Plain, Unsupported
 from billfish.checkpoints.gguf_header import ALIGNMENT, Field, Fields, Info, Items, header_bytes, read_header
 from billfish.checkpoints.safetensors_files import TYPES, MappedFile, Stored, damaged
 from billfish.checkpoints.write.recast import Misfit
@@ -68,7 +68,7 @@ class Metadata(Mapping[str, Any]):
         return kind, content.kind if isinstance(content, Items) else None
 
 
-class GgufMatrix(Matrix):
+class GgufMatrix(MatrixEntry):
     layout = "gguf"
 
     def __init__(self, format: str, stored: Stored, shape: tuple[int, ...], scale: Stored | None) -> None:

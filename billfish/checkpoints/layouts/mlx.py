@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from billfish.checkpoints.entry import Entry, Matrix, Unsupported, check_part
+from billfish.checkpoints.entry import Entry, MatrixEntry, Unsupported, check_part
 from billfish.checkpoints.layouts.compressed_tensors import Fp4Matrix
 from billfish.checkpoints.layouts.packed_words import FLOATS
 from billfish.checkpoints.safetensors_files import CALL, Stored
@@ -36,7 +36,7 @@ DEFAULTS = {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16)}
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-class AffineMatrix(Matrix):
+class AffineMatrix(MatrixEntry):
     layout = "mlx"
 
     def __init__(self, name: str, parts: dict[str, Stored], shape: tuple[int, ...], bits: int, group: int) -> None:

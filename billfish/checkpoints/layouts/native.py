@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.checkpoints.entry import Entry, Matrix
+from billfish.checkpoints.entry import Entry, MatrixEntry
 from billfish.checkpoints.safetensors_files import CALL, Stored
 from billfish.checkpoints.write.target import Item, Spec, Target, storage_specs
 from billfish.core.errors import CheckpointError, FormatError, bad_argument, failure
@@ -55,7 +55,7 @@ def first_parts() -> set[str]:
     return {format.storage_names[0] for format in FORMATS.values()}
 
 
-class NativeMatrix(Matrix):
+class NativeMatrix(MatrixEntry):
     layout = "billfish"
 
     def __init__(self, name: str, parts: dict[str, Stored], format: Format, shape: tuple[int, ...], group: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.checkpoints.entry import Matrix
+from billfish.checkpoints.entry import MatrixEntry
 from billfish.checkpoints.safetensors_files import CALL, Stored
 from billfish.checkpoints.write.recast import Misfit, narrow
 from billfish.checkpoints.write.target import Item, Misplaced, Target, is_sensitive
@@ -51,7 +51,7 @@ def why_not(bits: int, k: int, group: int) -> str:
     return ""
 
 
-class WordMatrix(Matrix):
+class WordMatrix(MatrixEntry):
     """Reads to `u4`, `u4b8`, `u8` or `u8b128`."""
 
     def __init__(

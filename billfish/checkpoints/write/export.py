@@ -47,7 +47,7 @@ from billfish.checkpoints.names.sentence_modules import MODULES, sentence_fields
 from billfish.checkpoints.reports import ConversionReport, Done, Remark, Written
 from billfish.checkpoints.safetensors_files import TYPES
 from billfish.checkpoints.tokenizer.gguf_tokenizer import problem_of
-from billfish.checkpoints.write.plan import Plan, Settings, plan, refuse
+from billfish.checkpoints.write.plan import OutputSettings, Plan, plan, refuse
 from billfish.checkpoints.write.resumable_writer import Identity, Output, check_free, identity, is_current, write
 from billfish.checkpoints.write.target import (
     ExpertNames,
@@ -108,7 +108,7 @@ OTHER_FILES = (
 
 
 def export(
-    call: str, checkpoint: Checkpoint, path: Path, settings: Settings, progress: bool | OnProgress
+    call: str, checkpoint: Checkpoint, path: Path, settings: OutputSettings, progress: bool | OnProgress
 ) -> ConversionReport:
     """Write a checkpoint to `path`."""
     target, sources = settings.target, identity(checkpoint.files)  # before anything is read
@@ -120,7 +120,7 @@ def export(
     return _report(checkpoint, path, planned, target, output)
 
 
-def check_export(call: str, checkpoint: Checkpoint, path: Path, settings: Settings) -> set[str]:
+def check_export(call: str, checkpoint: Checkpoint, path: Path, settings: OutputSettings) -> set[str]:
     """Raises what `export` would raise before it writes. Whoever computes for long beforehand asks here first.
 
     Returns the names, in the source, of the tensors that would be quantized.
@@ -132,7 +132,7 @@ def check_export(call: str, checkpoint: Checkpoint, path: Path, settings: Settin
     return {arranged.origins.get(name, name) for name in planned.quantized}
 
 
-def _planned(call: str, checkpoint: Checkpoint, settings: Settings) -> tuple[Checkpoint, Plan]:
+def _planned(call: str, checkpoint: Checkpoint, settings: OutputSettings) -> tuple[Checkpoint, Plan]:
     """The checkpoint under the target's names, and what becomes of its tensors."""
     if isinstance(settings.target, GgufTarget):
         named = _named_for_gguf(call, checkpoint, settings)
@@ -146,7 +146,7 @@ def _planned(call: str, checkpoint: Checkpoint, settings: Settings) -> tuple[Che
     return checkpoint, plan(checkpoint, settings)
 
 
-def _check_path(call: str, checkpoint: Checkpoint, path: Path, settings: Settings) -> None:
+def _check_path(call: str, checkpoint: Checkpoint, path: Path, settings: OutputSettings) -> None:
     """Raises for a name that the target is not written to, and for an output that would replace its own input."""
     target, suffix = settings.target, path.suffix if path.suffix in FILES else ""
     lower = path.suffix.lower()
@@ -162,7 +162,7 @@ def _check_path(call: str, checkpoint: Checkpoint, path: Path, settings: Setting
         raise CheckpointError(f"{call}: {readable(path)} is where the input is. Choose another output.")
 
 
-def _named_for_gguf(call: str, checkpoint: Checkpoint, settings: Settings) -> Checkpoint:
+def _named_for_gguf(call: str, checkpoint: Checkpoint, settings: OutputSettings) -> Checkpoint:
     """As llama.cpp names it; raises if it has no names for it, unless the names may stay."""
     view = _for_gguf(checkpoint)
     translated = view is not checkpoint or is_gguf(checkpoint)
@@ -221,7 +221,7 @@ def _move(about: Description, item: Item) -> Done:
     return "cast" if about.format is None else "decoded"
 
 
-def _output(checkpoint: Checkpoint, sources: Identity, path: Path, planned: Plan, settings: Settings) -> Output:
+def _output(checkpoint: Checkpoint, sources: Identity, path: Path, planned: Plan, settings: OutputSettings) -> Output:
     """What is to be written; the plan's notes get what is left out."""
     target, items, notes = settings.target, planned.items, planned.notes
     statistics = settings.quantization.statistics if settings.quantization else None

@@ -35,7 +35,7 @@ ALREADY = re.compile(r"already quantized \((\w+)\)")
 
 
 @dataclass(frozen=True)
-class Settings:
+class OutputSettings:
     target: Target
     quantization: Quantization | None = None
     requantize: bool = False
@@ -56,7 +56,7 @@ class Plan:
     problems: list[Remark] = field(default_factory=list)  # tensors that cannot be written
 
 
-def plan(checkpoint: Checkpoint, settings: Settings) -> Plan:
+def plan(checkpoint: Checkpoint, settings: OutputSettings) -> Plan:
     """From headers, scales and offsets."""
     if settings.quantization:
         settings.quantization.check_patterns(checkpoint)
@@ -84,7 +84,7 @@ def with_mix(checkpoint: Checkpoint, quantization: Quantization) -> Quantization
     return replace(quantization, rules=(*quantization.rules, *rules))
 
 
-def _settle(checkpoint: Checkpoint, settings: Settings, made: Plan) -> None:
+def _settle(checkpoint: Checkpoint, settings: OutputSettings, made: Plan) -> None:
     """Items that cannot be in one checkpoint with the others are quantized again to be like them, or are problems."""
     for name, odd in settings.target.odd_ones(made.items).items():
         at = next(i for i, item in enumerate(made.items) if item.name == name)
@@ -101,7 +101,7 @@ def _settle(checkpoint: Checkpoint, settings: Settings, made: Plan) -> None:
             made.left.pop(name, None)
 
 
-def _item(checkpoint: Checkpoint, quantizable: Checkpoint, name: str, settings: Settings, made: Plan) -> Item:
+def _item(checkpoint: Checkpoint, quantizable: Checkpoint, name: str, settings: OutputSettings, made: Plan) -> Item:
     about, quantization = checkpoint.describe(name), settings.quantization
     if about.unsupported:
         raise Misfit(about.unsupported)
@@ -138,7 +138,7 @@ def _item(checkpoint: Checkpoint, quantizable: Checkpoint, name: str, settings: 
         return _quantized(checkpoint, name, about.shape, format, group_size, replace(settings, quantization=None))
 
 
-def _chosen(checkpoint: Checkpoint, name: str, settings: Settings, quantization: Quantization) -> Item:
+def _chosen(checkpoint: Checkpoint, name: str, settings: OutputSettings, quantization: Quantization) -> Item:
     """A tensor that is to be quantized; raises Misfit with the reason for one that is not."""
     about, origin = checkpoint.describe(name), checkpoint.origins.get(name, name)
     choice = quantization.choice(name, origin, about.shape)
@@ -151,7 +151,7 @@ def _chosen(checkpoint: Checkpoint, name: str, settings: Settings, quantization:
     return _quantized(checkpoint, name, about.shape, *choice, settings)
 
 
-def _type_asked_for(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], settings: Settings) -> np.dtype[Any]:
+def _type_asked_for(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], settings: OutputSettings) -> np.dtype[Any]:
     """The type of a plain array in the output: of matrices the one that was asked for, of vectors if it holds them."""
     wanted = settings.dtype
     if wanted is None or dtype.name not in FLOATS:
@@ -162,7 +162,7 @@ def _type_asked_for(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], set
     return wanted if casts else dtype
 
 
-def _numbers(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], settings: Settings) -> Item:
+def _numbers(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], settings: OutputSettings) -> Item:
     """A plain array of some type, from one of any type or from quantized weights."""
     settings.target.check_plain(dtype)
     about = checkpoint.describe(name)
@@ -185,7 +185,7 @@ def _numbers(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], settings: 
     return Item(name, None, shape, 0, {"": dtype}, False, load, lambda: None)
 
 
-def _as_it_is(checkpoint: Checkpoint, name: str, act_order: bool, settings: Settings) -> Item:
+def _as_it_is(checkpoint: Checkpoint, name: str, act_order: bool, settings: OutputSettings) -> Item:
     """In the first format of the target that holds it."""
     shape, target = checkpoint.describe(name).shape, settings.target
     matrices = _matrices(checkpoint, name)
@@ -251,7 +251,7 @@ def _quantized(
     shape: tuple[int, ...],
     format: Format,
     group_size: int | None,
-    settings: Settings,
+    settings: OutputSettings,
 ) -> Item:
     """Quantized, from a plain array or from weights in another format."""
     call, target = "quantize", settings.target
@@ -302,7 +302,7 @@ def _weights(checkpoint: Checkpoint, name: str, expert: int | None = None) -> Ar
     return tensor if isinstance(tensor, np.ndarray) else dequantize(tensor)
 
 
-def refuse(call: str, made: Plan, settings: Settings) -> None:
+def refuse(call: str, made: Plan, settings: OutputSettings) -> None:
     """Raises an error, with the tensors and the reasons, if some cannot be written or none would be quantized."""
     if made.problems:
         count = "1 tensor" if len(made.problems) == 1 else f"{len(made.problems)} tensors"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from billfish.llm.conversation.events import CallArguments, CallBegin, Event, Message, Text, Thought
+from billfish.llm.conversation.events import AnswerMessage, CallArguments, CallBegin, Event, Text, Thought
 from billfish.llm.conversation.reader import PlainReader, Reader
 from billfish.llm.detokenizer import Piece, Token
 
@@ -17,7 +17,7 @@ class Choice:
     "stop", "length" or "tool_calls". stop: the stop string that ended it, if one did."""
 
     reader: Reader = field(default_factory=PlainReader)
-    message: Message = field(default_factory=Message)
+    message: AnswerMessage = field(default_factory=AnswerMessage)
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None
     stop: str = ""
@@ -38,7 +38,7 @@ class Choice:
         return events
 
 
-def message_of(said: Message) -> dict[str, Any]:
+def message_of(said: AnswerMessage) -> dict[str, Any]:
     """A whole message. Thoughts have two names: older clients read the one, newer ones the other."""
     made: dict[str, Any] = {"role": "assistant", "content": said.text if said.text or not said.calls else None}
     if said.thought:

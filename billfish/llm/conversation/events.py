@@ -58,7 +58,7 @@ class Call:
 
 
 @dataclass
-class Message:
+class AnswerMessage:
     """An answer as it grows: all events together."""
 
     text: str = ""

@@ -17,7 +17,7 @@ from billfish.core.errors import CheckpointError, failure
 CALL = "billfish.nn.vllm"
 
 
-class Matrix(NamedTuple):
+class FolderMatrix(NamedTuple):
     """A quantized matrix [N, K] of a checkpoint, or a stack of experts [E, N, K]."""
 
     name: str  # in the checkpoint
@@ -36,16 +36,16 @@ def open_folder(path: str) -> Checkpoint:
     return by_stacks(open_checkpoint(os.fspath(path)))
 
 
-def matrices_of(checkpoint: Checkpoint) -> dict[str, Matrix]:
+def matrices_of(checkpoint: Checkpoint) -> dict[str, FolderMatrix]:
     """The quantized matrices by the path of their module; raises if there are none, or some that cannot be read."""
-    found: dict[str, Matrix] = {}
+    found: dict[str, FolderMatrix] = {}
     for name in checkpoint:
         about = checkpoint.describe(name)
         if about.unsupported:
             raise CheckpointError(failure(CALL, f"{name} is not supported: {about.unsupported}", SUPPORTED))
         if about.format is not None:
             reordered = checkpoint.is_reordered(name)
-            matrix = Matrix(name, about.format.name, about.shape, about.column_step, reordered)
+            matrix = FolderMatrix(name, about.format.name, about.shape, about.column_step, reordered)
             found[name.removesuffix(".weight")] = matrix
     if not found:
         problem = f"{checkpoint.path} has no quantized matrices"

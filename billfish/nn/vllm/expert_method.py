@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from billfish.core.errors import FormatError, failure
 from billfish.core.typing import Activations, Gate
 from billfish.nn.torch.expert_layers import MarlinExperts
-from billfish.nn.vllm.checkpoint_folder import CALL, Matrix, open_folder
+from billfish.nn.vllm.checkpoint_folder import CALL, FolderMatrix, open_folder
 from billfish.nn.vllm.shares import Span, check_columns, read_stack, span_of
 from billfish.nn.vllm.thread_count import use_all_cores
 
@@ -24,7 +24,7 @@ class BillfishExpertsMethod(FusedMoEMethodBase):
 
     requires_device_loading = False
 
-    def __init__(self, layer: Any, folder: str, stacks: Sequence[Matrix], activations: Activations) -> None:
+    def __init__(self, layer: Any, folder: str, stacks: Sequence[FolderMatrix], activations: Activations) -> None:
         super().__init__(layer.moe_config)
         self.folder, self.stacks, self.activations = folder, stacks, activations
         self.rows: Span | None = None  # of gate and up, columns of down

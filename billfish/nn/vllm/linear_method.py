@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from billfish.core.typing import Activations
 from billfish.nn.torch.linear import MarlinLinear
-from billfish.nn.vllm.checkpoint_folder import Matrix, open_folder
+from billfish.nn.vllm.checkpoint_folder import FolderMatrix, open_folder
 from billfish.nn.vllm.shares import Share, parts_of, read_shares, shares_of, span_of
 from billfish.nn.vllm.thread_count import use_all_cores
 
@@ -27,7 +27,7 @@ class BillfishLinearMethod(LinearMethodBase):
 
     requires_device_loading = False  # weights come from the files, after vLLM has loaded everything else
 
-    def __init__(self, folder: str, path: str, matrices: Sequence[Matrix], activations: Activations) -> None:
+    def __init__(self, folder: str, path: str, matrices: Sequence[FolderMatrix], activations: Activations) -> None:
         self.folder, self.path, self.matrices, self.activations = folder, path, matrices, activations
         self.shares: list[Share] = []
         self.device = torch.device("cpu")

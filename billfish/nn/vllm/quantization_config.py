@@ -17,7 +17,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from billfish.core.activations import check_activations
 from billfish.core.errors import CheckpointError, failure
 from billfish.core.typing import Activations
-from billfish.nn.vllm.checkpoint_folder import CALL, Matrix, matrices_of, open_folder, patterns_of_arrays
+from billfish.nn.vllm.checkpoint_folder import CALL, FolderMatrix, matrices_of, open_folder, patterns_of_arrays
 from billfish.nn.vllm.expert_method import BillfishExpertsMethod
 from billfish.nn.vllm.linear_method import BillfishLinearMethod, BillfishVocabMethod
 from billfish.nn.vllm.shares import names_of_experts, names_of_parts
@@ -34,7 +34,7 @@ class BillfishConfig(QuantizationConfig):
         super().__init__()
         self.activations = activations
         self.folder = ""
-        self.matrices: dict[str, Matrix] = {}  # by the path of vLLM's module, or of the part of a merged one
+        self.matrices: dict[str, FolderMatrix] = {}  # by the path of vLLM's module, or of the part of a merged one
         self.placed: set[str] = set()  # of these, the ones that a layer has
         self.is_tied = False
         self.layers = 0  # of the model; files may have more, which predict further tokens

@@ -13,12 +13,12 @@ from billfish.checkpoints import Checkpoint
 from billfish.core.errors import FormatError, ShapeError, bad_argument, failure
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import QuantizedTensor, join_rows, why_not_joined
-from billfish.nn.vllm.checkpoint_folder import CALL, Matrix
+from billfish.nn.vllm.checkpoint_folder import CALL, FolderMatrix
 
 Span = tuple[int, int]
 
 
-class Part(NamedTuple):
+class MatrixRows(NamedTuple):
     """Rows of a layer that are one matrix for the model: share `place` of `shares` even ones, of `size` rows each."""
 
     size: int
@@ -29,21 +29,21 @@ class Part(NamedTuple):
 class Share(NamedTuple):
     """What a rank has of a matrix [N, K]."""
 
-    matrix: Matrix
+    matrix: FolderMatrix
     rows: Span
     columns: Span | None = None  # all of them
 
 
-def parts_of(sizes: Sequence[int], rank: int, ranks: int, replicas: int = 1) -> list[Part]:
+def parts_of(sizes: Sequence[int], rank: int, ranks: int, replicas: int = 1) -> list[MatrixRows]:
     """The parts of a layer, of which a rank has so many rows.
 
     replicas: how many ranks have the same keys and values, the second and third part.
     """
     same = [1 if i == 0 else replicas for i in range(len(sizes))]
-    return [Part(size, rank % ranks // r, ranks // r) for size, r in zip(sizes, same, strict=True)]
+    return [MatrixRows(size, rank % ranks // r, ranks // r) for size, r in zip(sizes, same, strict=True)]
 
 
-def names_of_parts(path: str, merged: dict[str, list[str]], matrices: dict[str, Matrix]) -> list[str]:
+def names_of_parts(path: str, merged: dict[str, list[str]], matrices: dict[str, FolderMatrix]) -> list[str]:
     """The modules of a folder that a layer of vLLM's is made of; none where they are not quantized.
 
     merged: the parts of merged layers by the last name of such a layer. A folder may have them as one matrix, too.
@@ -54,13 +54,13 @@ def names_of_parts(path: str, merged: dict[str, list[str]], matrices: dict[str, 
     return all_or_none(path, [f"{parent}{dot}{part}" for part in merged.get(last, [last])], matrices)
 
 
-def names_of_experts(path: str, matrices: dict[str, Matrix]) -> list[str]:
+def names_of_experts(path: str, matrices: dict[str, FolderMatrix]) -> list[str]:
     """The modules of a folder that hold gate, up and down of all experts; none where these are not quantized."""
     block = path.removesuffix(".routed_experts")  # vLLM's own module in a mixture
     return all_or_none(block, [f"{block}.{part}_proj" for part in ("gate", "up", "down")], matrices)
 
 
-def all_or_none(path: str, names: list[str], matrices: dict[str, Matrix]) -> list[str]:
+def all_or_none(path: str, names: list[str], matrices: dict[str, FolderMatrix]) -> list[str]:
     """The names if all of them are quantized; raises if only some are, which vLLM has in one layer."""
     missing = [name for name in names if name not in matrices]
     if missing and missing != names:
@@ -69,7 +69,9 @@ def all_or_none(path: str, names: list[str], matrices: dict[str, Matrix]) -> lis
     return [] if missing else names
 
 
-def shares_of(path: str, matrices: Sequence[Matrix], parts: Sequence[Part], columns: Span | None) -> list[Share]:
+def shares_of(
+    path: str, matrices: Sequence[FolderMatrix], parts: Sequence[MatrixRows], columns: Span | None
+) -> list[Share]:
     """A rank's share of each part of a layer, whose parts are a matrix each, or all in one."""
     whole = [part.size * part.shares for part in parts]
     starts = [0] * len(parts)
@@ -86,7 +88,7 @@ def shares_of(path: str, matrices: Sequence[Matrix], parts: Sequence[Part], colu
     return [Share(matrix, span, columns) for matrix, span in zip(matrices, rows, strict=True)]
 
 
-def check_columns(matrix: Matrix, columns: Span | None) -> None:
+def check_columns(matrix: FolderMatrix, columns: Span | None) -> None:
     """Raises unless a rank can have these columns of a matrix: all, or some that begin and end where groups do."""
     if columns is None:
         return
@@ -112,7 +114,7 @@ def read_shares(checkpoint: Checkpoint, shares: Sequence[Share]) -> list[Quantiz
 
 
 def read_stack(
-    checkpoint: Checkpoint, matrix: Matrix, rows: Span | None, columns: Span | None, experts: Span
+    checkpoint: Checkpoint, matrix: FolderMatrix, rows: Span | None, columns: Span | None, experts: Span
 ) -> QuantizedExperts:
     """Some rows, or some columns, of some experts of a stack."""
     stack = checkpoint.read(matrix.name, rows=rows, columns=columns, experts=experts)

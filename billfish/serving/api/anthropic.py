@@ -17,7 +17,7 @@ from billfish.serving.api.answering import Asked, Format, Usage, event
 from billfish.serving.api.conversation import Conversation, ToolChoice, Turn, prepare, render
 from billfish.serving.api.request_bodies import Body, Refusal, refuse
 from billfish.serving.api.service import Service
-from billfish.serving.api.settings import AtMost, Settings, Share, Stop, Whole
+from billfish.serving.api.settings import AnswerSettings, AtMost, Share, Stop, Whole
 
 KINDS = {
     400: "invalid_request_error",
@@ -63,7 +63,7 @@ class ToolResultBlock(Body, tag_field="type", tag="tool_result"):
 Block = TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock
 
 
-class Message(Body):
+class AnthropicMessage(Body):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
@@ -116,7 +116,7 @@ class MessagesBody(Body, kw_only=True):
         }
     )
     unsupported: ClassVar = {"mcp_servers": ([],)}
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
     model: str | None = None
     max_tokens: AtMost | None = None
     system: str | list[TextBlock] = ""
@@ -164,7 +164,7 @@ def conversation_of(body: MessagesBody) -> Conversation:
     last = turns[-1]
     return Conversation(
         turns,
-        Settings(
+        AnswerSettings(
             max_tokens=body.max_tokens,
             temperature=body.temperature,
             top_p=body.top_p,
@@ -185,7 +185,7 @@ def _text(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _turns(place: str, message: Message) -> Iterator[Turn]:
+def _turns(place: str, message: AnthropicMessage) -> Iterator[Turn]:
     """A message. Each result of a call is one of its own, before the text beside them."""
     if isinstance(message.content, str):
         yield Turn(message.role, message.content)

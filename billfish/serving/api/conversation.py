@@ -14,7 +14,7 @@ from billfish.llm.conversation.events import Call
 from billfish.serving.api.answering import Asked, Format
 from billfish.serving.api.request_bodies import refuse
 from billfish.serving.api.service import Service
-from billfish.serving.api.settings import Settings
+from billfish.serving.api.settings import AnswerSettings
 
 __all__ = ["Conversation", "ToolChoice", "Turn", "call_of", "prepare", "render"]
 
@@ -23,7 +23,7 @@ __all__ = ["Conversation", "ToolChoice", "Turn", "call_of", "prepare", "render"]
 class Conversation(chat.Conversation):
     """What a client wants."""
 
-    settings: Settings
+    settings: AnswerSettings
 
 
 @contextmanager

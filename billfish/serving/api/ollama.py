@@ -23,7 +23,7 @@ from billfish.serving.api.conversation import Conversation, Turn, call_of, prepa
 from billfish.serving.api.logprobs import Logprobs
 from billfish.serving.api.request_bodies import Body, Refusal, refuse
 from billfish.serving.api.service import Service
-from billfish.serving.api.settings import Settings, Stops, stop_strings
+from billfish.serving.api.settings import AnswerSettings, Stops, stop_strings
 from billfish.serving.api.telemetry import Telemetry
 
 VERSION = "0.12.0"  # of the API: clients ask for it
@@ -74,7 +74,7 @@ class ToolCall(Body):
     id: str | None = None
 
 
-class Message(Body):
+class OllamaMessage(Body):
     unsupported: ClassVar = {"images": ([],)}
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
@@ -103,7 +103,7 @@ class Common(Body, kw_only=True):
 
 
 class ChatBody(Common, kw_only=True):
-    messages: list[Message] = []
+    messages: list[OllamaMessage] = []
     tools: list[Tool] = []
 
 
@@ -152,10 +152,10 @@ def _nothing(format: OllamaFormat) -> Asked:
     return Asked([], [Choice()], format, empty=True)
 
 
-def settings_of(body: Common) -> Settings:
+def settings_of(body: Common) -> AnswerSettings:
     """The same for all APIs."""
     given = body.options or ModelOptions()
-    return Settings(
+    return AnswerSettings(
         max_tokens=None if given.num_predict is None or given.num_predict < 0 else given.num_predict,
         temperature=given.temperature,
         top_k=given.top_k,
@@ -182,7 +182,7 @@ def _effort(body: Common) -> str | None:
     return body.think
 
 
-def _turn(place: str, message: Message) -> Turn:
+def _turn(place: str, message: OllamaMessage) -> Turn:
     calls = [
         call_of(f"{place}.tool_calls[{index}].function.arguments", call.id, call.function.name, call.function.arguments)
         for index, call in enumerate(message.tool_calls)

@@ -25,9 +25,9 @@ from billfish.serving.api.service import Service
 from billfish.serving.api.settings import (
     HARMLESS,
     UNSUPPORTED,
+    AnswerSettings,
     AtMost,
     Effort,
-    Settings,
     Share,
     Temperature,
 )
@@ -222,7 +222,7 @@ def read_responses(service: Service, body: ResponsesBody) -> Asked:
         schema = ({"type": "object"}, "text.format")
     asked = Conversation(
         merged(turns),
-        Settings(
+        AnswerSettings(
             max_tokens=body.max_output_tokens,
             temperature=body.temperature,
             top_p=body.top_p,

@@ -37,7 +37,7 @@ def stop_strings(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Settings:
+class AnswerSettings:
     """Of one request. None is the model's own default.
 
     max_tokens: of the answer; None or -1 is as many as fit. top_k: 0 or -1 is all. top_p: 0 is the best token alone.
@@ -189,9 +189,9 @@ class Options(Body):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def settings(self, max_tokens: int | None, logprobs: int | None) -> Settings:
+    def settings(self, max_tokens: int | None, logprobs: int | None) -> AnswerSettings:
         """The same for all APIs."""
-        return Settings(
+        return AnswerSettings(
             max_tokens=max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,

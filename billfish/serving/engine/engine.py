@@ -28,7 +28,7 @@ from billfish.llm.drafting.drafter import MOST_DRAFTED, Controller, StepSeconds
 from billfish.llm.grammar import CompiledGrammar, Grammar, Vocabulary
 from billfish.llm.kv_cache import NO_ADAPTER, NoRoom
 from billfish.llm.model import Model
-from billfish.llm.sampler import Choice, Sampling, Scored
+from billfish.llm.sampler import NextToken, Sampling, Scored
 from billfish.serving.engine.grammar_compiler import GrammarCompiler, start_thread
 from billfish.serving.engine.jobs import Answer, Embedding, Job, OnToken, Scoring
 from billfish.serving.engine.kv_slots import PAGE, SMALLEST, Slots, cuts_for
@@ -444,7 +444,7 @@ class Engine:
         """Give the tokens of a step to its answers. Of an answer that has ended meanwhile, nobody takes them."""
         if submitted is None:
             return
-        pending, answers, chosen = submitted.step, submitted.answers, list[list[Choice]]()
+        pending, answers, chosen = submitted.step, submitted.answers, list[list[NextToken]]()
         with _failing(answers, self._decoder):
             chosen = pending.choices()
         now = time.perf_counter()
@@ -458,7 +458,7 @@ class Engine:
                 with _failing([job]):
                     self._take(job, choices, submitted.drafts.get(job, ()))
 
-    def _take(self, job: Answer, choices: Sequence[Choice], draft: Sequence[int]) -> None:
+    def _take(self, job: Answer, choices: Sequence[NextToken], draft: Sequence[int]) -> None:
         before = job.ticket.drafts
         taken = job.take(choices, len(draft))
         self._counts.generated_tokens += taken

@@ -17,7 +17,7 @@ from billfish.llm.drafting.drafter import Controller, Drafter
 from billfish.llm.grammar import Matcher
 from billfish.llm.kv_cache import NO_ADAPTER
 from billfish.llm.model import Model
-from billfish.llm.sampler import Choice, RequestSampler, Scored, with_best
+from billfish.llm.sampler import NextToken, RequestSampler, Scored, with_best
 from billfish.serving.engine.kv_slots import Cuts, Slot, cuts_for
 from billfish.serving.engine.prefix_index import block_hashes
 from billfish.serving.engine.requests import Chosen, Drafts, Progress, Request, Ticket, Times
@@ -184,12 +184,12 @@ class Answer(Job):
         if self._controller is not None:
             self._controller.note(drafted, 0, self._kind)
 
-    def take(self, choices: Sequence[Choice], drafted: int = 0) -> int:
+    def take(self, choices: Sequence[NextToken], drafted: int = 0) -> int:
         """The next tokens of the answer: one, and before it those of so many drafted ones that were right. Returns how
         many were taken, as the answer may end before the last of them."""
         if self._controller is not None:
             self._controller.note(drafted, len(choices) - 1, self._kind)
-        taken = list[tuple[Choice, str]]()
+        taken = list[tuple[NextToken, str]]()
         for choice in choices[:-1] if self.sampler.error else choices:
             taken.append((choice, self._end_behind(choice, self.ticket.completion_tokens + len(taken) + 1)))
             if taken[-1][1]:
@@ -203,13 +203,13 @@ class Answer(Job):
             self.end("refused" if self.sampler.refused else "failed", self.sampler.error)
         return len(taken)
 
-    def _end_behind(self, choice: Choice, count: int) -> str:
+    def _end_behind(self, choice: NextToken, count: int) -> str:
         """Why the answer ends with a token, the `count`-th, or ""."""
         if choice.token in self._ends or choice.complete:
             return "stop"
         return "length" if count == self._most else ""
 
-    def _take(self, choice: Choice, end: str, drafts: Drafts | None) -> None:
+    def _take(self, choice: NextToken, end: str, drafts: Drafts | None) -> None:
         self.text.append(choice.token)
         now = time.perf_counter()
         histogram = self._times.between_tokens if self.ticket.completion_tokens else self._times.first_token

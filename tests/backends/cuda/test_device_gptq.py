@@ -175,6 +175,7 @@ def test_the_kernel_compiles_without_spills(arch):
     assert signature("round_columns.cu", "marlin_round_columns") == "pippppppppppiii"
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 @pytest.mark.parametrize("name", FORMATS)
 def test_on_a_gpu(name):

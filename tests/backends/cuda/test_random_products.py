@@ -51,6 +51,7 @@ def errors(count: int, seed: int) -> list[tuple[float, str]]:
     return found
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_random_products():
     assert [what for error, what in errors(1000, 0) if not error <= 1] == []

@@ -16,15 +16,15 @@ from checkpoint_folders import write_folder
 import billfish as bf
 from billfish.core.errors import BackendUnavailable, CheckpointError, FormatError, ShapeError
 from billfish.core.tensor import why_not_joined
-from billfish.nn.vllm.checkpoint_folder import Matrix, matrices_of, open_folder, patterns, patterns_of_arrays
-from billfish.nn.vllm.shares import Part, names_of_parts, parts_of, read_shares, shares_of
+from billfish.nn.vllm.checkpoint_folder import FolderMatrix, matrices_of, open_folder, patterns, patterns_of_arrays
+from billfish.nn.vllm.shares import MatrixRows, names_of_parts, parts_of, read_shares, shares_of
 from billfish.nn.vllm.thread_count import cores_of_worker
 from billfish.nn.vllm.versions import check_version, is_old
 
 ROOT = Path(__file__).parents[3]
 MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 ATTENTION = "model.layers.0.self_attn"
-PLAIN = Matrix("m.weight", "q4_0", (64, 96), 32, False)
+PLAIN = FolderMatrix("m.weight", "q4_0", (64, 96), 32, False)
 
 
 def test_importing_imports_no_vllm_and_no_torch():
@@ -56,7 +56,7 @@ def test_the_matrices_of_a_folder_and_their_arrays(tmp_path, layout):
     checkpoint = open_folder(str(tmp_path))
     found = matrices_of(checkpoint)
     assert len(found) == 14
-    assert found[f"{ATTENTION}.q_proj"] == Matrix(f"{ATTENTION}.q_proj.weight", "u4", (128, 128), 32, False)
+    assert found[f"{ATTENTION}.q_proj"] == FolderMatrix(f"{ATTENTION}.q_proj.weight", "u4", (128, 128), 32, False)
     pattern = re.compile("|".join(f"(?:{one})" for one in patterns_of_arrays(checkpoint)))
     with safetensors.safe_open(tmp_path / "model.safetensors", "numpy") as file:
         parts = set(file.keys())
@@ -94,8 +94,12 @@ def test_the_parts_of_a_merged_layer_have_the_names_of_the_folder():
 
 def test_ranks_may_have_the_same_keys_and_values():
     """Eight query heads and two key/value heads of 16 rows, for four ranks."""
-    assert parts_of([32, 16, 16], rank=3, ranks=4, replicas=2) == [Part(32, 3, 4), Part(16, 1, 2), Part(16, 1, 2)]
-    assert parts_of([96], rank=3, ranks=1) == [Part(96, 0, 1)]
+    assert parts_of([32, 16, 16], rank=3, ranks=4, replicas=2) == [
+        MatrixRows(32, 3, 4),
+        MatrixRows(16, 1, 2),
+        MatrixRows(16, 1, 2),
+    ]
+    assert parts_of([96], rank=3, ranks=1) == [MatrixRows(96, 0, 1)]
 
 
 @pytest.mark.parametrize("layout", ["gptq", "awq", "compressed-tensors"])
@@ -147,9 +151,9 @@ def test_what_cannot_be_joined_stays_apart(tmp_path):
 @pytest.mark.parametrize(
     ("matrix", "parts", "columns", "words"),
     [
-        (PLAIN, [Part(64)], (48, 96), r"columns 48 and 96 of 96.*multiples of 32.* 1, 3 ranks"),
-        (PLAIN._replace(reordered=True), [Part(64)], (0, 48), r"--tensor-parallel-size 1, or .* act-order"),
-        (PLAIN, [Part(32, 0, 4)], None, r"\(64, 96\).*128 rows"),
+        (PLAIN, [MatrixRows(64)], (48, 96), r"columns 48 and 96 of 96.*multiples of 32.* 1, 3 ranks"),
+        (PLAIN._replace(reordered=True), [MatrixRows(64)], (0, 48), r"--tensor-parallel-size 1, or .* act-order"),
+        (PLAIN, [MatrixRows(32, 0, 4)], None, r"\(64, 96\).*128 rows"),
     ],
 )
 def test_shares_that_cannot_be_are_refused(matrix, parts, columns, words):

@@ -211,7 +211,7 @@ for name in ("cuEventSynchronize", "cuStreamSynchronize", "cuCtxSynchronize", "c
     setattr(gpu, name, sticky(getattr(gpu, name)))
 sys.exit(main(["serve", sys.argv[1], "--device", "cuda", "--port", "0", "--fronts", "1"]))
 """
-    support = str(Path(__file__).parents[1] / "support")
+    support = str(Path(__file__).parents[2] / "support")
     command = [sys.executable, "-c", program, str(tmp_path / "m.gguf"), support]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
