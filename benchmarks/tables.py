@@ -740,7 +740,7 @@ def decoding(results: Results) -> str:
     return table(rows)
 
 
-MODELS_COUNTED = {"smollm2": "SmolLM2-135M", "8b": "Llama-3-8B"}
+MODELS_COUNTED = {"smollm2": "SmolLM2-135M", "8b": "Llama-3-8B", "8b-mixed": "Llama-3-8B, 8-bit v and down"}
 
 
 def one_row(results: Results) -> str:
