@@ -810,6 +810,19 @@ def metal_token(results: Results) -> str:
     return table(rows)
 
 
+def metal_model(results: Results) -> str:
+    """Words: how a whole model ran in the emulator."""
+    said = []
+    for each in results["records"]:
+        same, count = each["same_tokens"], len(each["tokens"])
+        tokens = f"{same} of {count} tokens" if same < count else f"all {count} tokens"
+        said.append(
+            f"{each['type']}: logits within {each['error']:.1e} of the largest, {tokens} of the answer the CPU's"
+        )
+    date, prompt = results["machine"]["date"], results["records"][0]["prompt"]
+    return f"{date}, a prompt of {prompt} tokens, in {said[0]}; in {said[1]}"
+
+
 # ---- the README -------------------------------------------------------------------------------------------------
 
 CPUS = {"llm_xeon.json": "Xeon (AVX-512), 2 threads", "llm_neoverse_n1.json": "Neoverse-N1, 2 threads"}
@@ -977,6 +990,7 @@ TABLES: Mapping[str, Table] = {
     "metal-few-rows": Table("metal_profile.json", few_rows, METAL),
     "metal-beside-mlx": Table("metal_profile.json", beside_mlx, METAL),
     "metal-token": Table("metal_token.json", metal_token, "python -m benchmarks.metal_token --json FILE"),
+    "metal-model": Table("metal_model.json", metal_model),
     "metal-matmul": Table("metal_profile.json", metal_products, METAL),
     # quality
     "quality-llm": Table("quality.json", language, QUALITY),

@@ -396,15 +396,10 @@ def test_run_and_eval_on_metal(file, tmp_path, capsys):
     (tmp_path / "text").write_text("ab cab " * 4)
 
     def said(device: str) -> tuple[str, float]:
-        assert (
-            main(
-                ["run", file, "-p", "ab", "-n", "4", "--temperature", "0", "--activations", "exact", "--device", device]
-            )
-            == 0
-        )
+        how = ["--activations", "exact", "--cache-type", "float32", "--device", device]
+        assert main(["run", file, "-p", "ab", "-n", "4", "--temperature", "0", *how]) == 0
         answer = capsys.readouterr().out
-        words = ["eval", file, "--text", str(tmp_path / "text"), "--activations", "exact", "--device", device]
-        assert main([*words, "--json"]) == 0
+        assert main(["eval", file, "--text", str(tmp_path / "text"), "--json", *how]) == 0
         return answer, json.loads(capsys.readouterr().out)[0]["perplexity"]
 
     (answer, perplexity), (metal_answer, metal_perplexity) = said("cpu"), said("metal-emulator")
@@ -418,7 +413,8 @@ def test_serve_on_metal(file):
     """Three requests at once."""
     prompts, how = ["ab", "a", "cab ab"], {"max_tokens": 4, "temperature": 0}
     alone = load(file, device="cpu")
-    words = ["--activations", "exact", "--streams", "3", "--context", "64", "--device", "metal-emulator"]
+    words = ["--activations", "exact", "--cache-type", "float32", "--streams", "3", "--context", "64"]
+    words += ["--device", "metal-emulator"]
     with process(file, *words) as (_, url), ThreadPoolExecutor(3) as pool:
         answers = pool.map(lambda prompt: send(url, "/v1/completions", {"prompt": prompt, **how}), prompts)
         found = [answer["choices"][0]["text"] for _, _, answer in answers]
