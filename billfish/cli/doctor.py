@@ -197,7 +197,8 @@ def answers(path: str, names: list[str]) -> Iterator[dict[str, Any]]:
             model = load(path, device=device)
             judge = judge or model
             tokens = model.encode(PROMPT)
-            logits = model.logits(tokens, activations="exact" if device == "cpu" else None)
+            decoder, activations = model.decoder, model.decoder.usual  # those of the answer
+            logits = decoder.logits(decoder.run([(model.cache(), tokens)], activations), activations)
             start = time.perf_counter()
             answer = model.generate(tokens, max_tokens=ANSWER, temperature=0)
             record["tokens_per_second"] = round(len(answer.tokens) / (time.perf_counter() - start), 1)
