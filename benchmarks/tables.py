@@ -812,15 +812,12 @@ def metal_token(results: Results) -> str:
 
 def metal_model(results: Results) -> str:
     """Words: how a whole model ran in the emulator."""
-    said = []
-    for each in results["records"]:
-        same, count = each["same_tokens"], len(each["tokens"])
-        tokens = f"{same} of {count} tokens" if same < count else f"all {count} tokens"
-        said.append(
-            f"{each['type']}: logits within {each['error']:.1e} of the largest, {tokens} of the answer the CPU's"
-        )
-    date, prompt = results["machine"]["date"], results["records"][0]["prompt"]
-    return f"{date}, a prompt of {prompt} tokens, in {said[0]}; in {said[1]}"
+    runs, date = results["records"], results["machine"]["date"]
+    errors = " and ".join(f"{each['error']:.1e} in {each['type']}" for each in runs)
+    same = " and ".join(f"{each['same_tokens']} of {len(each['tokens'])}" for each in runs)
+    seconds = " and ".join(f"{each['seconds']:.0f}" for each in runs)
+    about = f"{date}, a prompt of {runs[0]['prompt']} tokens: logits within {errors} of the CPU's exact ones"
+    return f"{about}, relative to the largest; {same} tokens of the answer are the CPU's; {seconds} seconds"
 
 
 # ---- the README -------------------------------------------------------------------------------------------------
