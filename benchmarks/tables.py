@@ -812,12 +812,10 @@ def metal_token(results: Results) -> str:
 
 def metal_model(results: Results) -> str:
     """Words: how a whole model ran in the emulator."""
-    runs, date = results["records"], results["machine"]["date"]
+    runs = results["records"]
     errors = " and ".join(f"{each['error']:.1e} in {each['type']}" for each in runs)
-    same = " and ".join(f"{each['same_tokens']} of {len(each['tokens'])}" for each in runs)
-    seconds = " and ".join(f"{each['seconds']:.0f}" for each in runs)
-    about = f"{date}, a prompt of {runs[0]['prompt']} tokens: logits within {errors} of the CPU's exact ones"
-    return f"{about}, relative to the largest; {same} tokens of the answer are the CPU's; {seconds} seconds"
+    same, count = sum(each["same_tokens"] for each in runs), sum(len(each["tokens"]) for each in runs)
+    return f"{results['machine']['date']}: errors of logits {errors}, {same} of {count} tokens of answers as the CPU's"
 
 
 # ---- the README -------------------------------------------------------------------------------------------------

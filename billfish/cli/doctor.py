@@ -159,17 +159,23 @@ def times(name: str) -> Iterator[dict[str, Any]]:
         q = quantize(w, format, method="rtn")
         ours, theirs = lay_out(q), mx.quantize(mx.array(w).astype(mx.float16), size, bits, mode=mode)
         bytes_of = {"ours": ours.nbytes, "mlx": sum(plane.nbytes for plane in theirs)}
-        about = {"format": format, "mlx_format": f"{mode} {bits}:{size}"}
+        about: dict[str, Any] = {"format": format, "mlx_format": f"{mode} {bits}:{size}"}
         about |= {f"{whose}_bits": round(8 * nbytes / w.size, 2) for whose, nbytes in bytes_of.items()}
         copies = range(-(-OUT_OF_CACHE // min(bytes_of.values())))
         our_copies = [ours.converted(MLX.from_numpy) for _ in copies]
         their_copies = [[mx.array(np.array(plane)) for plane in theirs] for _ in copies]
         for rows in TIMED_ROWS:
             x = mx.random.normal((rows, k)).astype(mx.float16)
-            multiply = partial(mx.quantized_matmul, x, transpose=True, group_size=size, bits=bits, mode=mode)
+            how = {"transpose": True, "group_size": size, "bits": bits, "mode": mode}
             us = _best(partial(kernels.multiply, x, bias=None), our_copies)
-            mlx = _best(lambda planes, multiply=multiply: multiply(*planes), their_copies)
+            mlx = _best(partial(_multiply_planes, x, how), their_copies)
             yield about | {"rows": rows, "ours": round(us, 1), "mlx": round(mlx, 1), "shape": [n, k]}
+
+
+def _multiply_planes(x: Any, how: dict[str, Any], planes: Sequence[Any]) -> Any:
+    import mlx.core as mx
+
+    return mx.quantized_matmul(x, *planes, **how)
 
 
 def _best(multiply: Callable[[Any], Any], copies: Sequence[Any]) -> float:

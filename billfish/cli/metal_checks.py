@@ -176,10 +176,10 @@ def _rotate(device: Device, built: DecoderKernels) -> dict[str, Any]:
     frequencies = (100.0 ** -(np.arange(pairs) / pairs)).astype(np.float32)
     about = Heads(heads, kv_heads, size, device.to(frequencies), q_norm=device.to(norm), k_norm=device.to(norm))
     positions = np.array([0, 5, 9])
-    there, apart = [device.to(positions.astype(np.int32)), 1e-6], (heads + kv_heads) * size
+    there, apart = device.to(positions.astype(np.int32)), (heads + kv_heads) * size
     made = [
-        built.rotate(device.to(qkv), about, *there),
-        built.rotate(device.to(qkv[:, :apart].copy()), about, *there, device.to(qkv[:, apart:].copy())),
+        built.rotate(device.to(qkv), about, there, 1e-6),
+        built.rotate(device.to(qkv[:, :apart].copy()), about, there, 1e-6, device.to(qkv[:, apart:].copy())),
     ]
     each = qkv.astype(np.float64).reshape(3, heads + 2 * kv_heads, size).transpose(1, 0, 2)
     turned = _normed(each[: heads + kv_heads]) * norm
