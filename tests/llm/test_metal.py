@@ -451,6 +451,12 @@ def test_a_machine_without_metal_is_told(pair, tmp_path):
         load(tmp_path, device="metal")
 
 
+def test_an_mlx_without_streams_for_any_thread_is_too_old(file, monkeypatch):
+    monkeypatch.delattr(mx, "new_thread_unsafe_stream")
+    with pytest.raises(bf.BackendUnavailable, match=r"mlx is too old.*\[metal\]"):
+        load(file, device="metal-emulator")
+
+
 def test_encoders_run_on_the_cpu():
     encoder = SimpleNamespace(config=SimpleNamespace(encoder=True))
     with pytest.raises(bf.BackendUnavailable, match=r"metal-emulator.*encoders.*device='cpu'"):
