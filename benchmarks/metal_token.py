@@ -3,7 +3,8 @@
 Both steps are traced by `mx.export_function` on this machine: nodes of the graph are what MLX would launch. Our kernels
 and MLX's matmuls run in the emulator, which counts bytes and instructions. So does a kernel of ours in the place of
 MLX's RMSNorm, whose source is not in its wheel. MLX's other operations are charged the bytes of their arrays alone.
-Weights are q4_0 and MLX's 4 bits in groups of 64, 4.5 bits each. docs/metal.md says what the estimate leaves out.
+Weights are q4_0 and MLX's 4 bits in groups of 64, 4.5 bits each; in "8b-mixed", v and down are q8_0 and MLX's 8 bits.
+docs/metal.md says what the estimate leaves out.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from billfish.llm.metal import MetalDecoder
 from billfish.llm.metal_cache import KeysAndValues
 
 SMOLLM2 = Shape(30, 576, 1536, 9, 3, 49152, tied=True, rope_base=100000.0)
-MODELS = {"smollm2": SMOLLM2, "8b": SHAPES["8b"]}
+MODELS = {"smollm2": SMOLLM2, "8b": SHAPES["8b"], "8b-mixed": replace(SHAPES["8b"], finer="q8_0")}
+BITS = {"q4_0": 4, "q8_0": 8}  # of a code, here and in mlx-lm's weights
 GROUP = 64  # of mlx-lm's weights
 # Primitives of MLX that launch nothing where their input is contiguous, as all of ours and mlx-lm's are at one row.
 VIEWS = {
@@ -189,7 +191,7 @@ def mlx_step(shape: Shape, context: int) -> list[Moved]:
     from mlx_lm.models.cache import make_prompt_cache
 
     model = llama.Model(llama.ModelArgs.from_dict(shape.transformers() | {"model_type": "llama"}))
-    _quantize(model)
+    _quantize(model, shape)
     caches = make_prompt_cache(model)
     for each in caches:
         size = (1, shape.kv_heads, room(context), shape.head_size)
@@ -257,19 +259,26 @@ def _count_matmul(codes: tuple[int, int], scales: tuple[int, int]) -> Moved:
         "scales": np.zeros(scales, np.float16),
         "biases": np.zeros(scales, np.float16),
     }
-    q = bf.QuantizedTensor.from_storage(bf.get_format("affine4"), storage, GROUP)
+    bits = codes[1] * 32 // (scales[1] * GROUP)
+    q = bf.QuantizedTensor.from_storage(bf.get_format(f"affine{bits}"), storage, GROUP)
     with emulator.launches(instructions=True, most=PART) as log:
         run_mlx(q, np.zeros((1, q.shape[1]), np.float16))
     (launch,) = log
     return Moved.of(launch)
 
 
-def _quantize(model: Any) -> None:
-    """4 bits in groups of 64, all zeros, and scales in float16."""
+def _quantize(model: Any, shape: Shape) -> None:
+    """In groups of 64, all zeros, and scales in float16."""
     from mlx import nn
     from mlx.utils import tree_map
 
-    nn.quantize(model, GROUP, 4)
+    names = {"v_proj": "attn_v", "down_proj": "ffn_down"}
+
+    def how(path: str, module: Any) -> Any:
+        name = f"{names.get(path.rpartition('.')[2], path)}.weight"
+        return hasattr(module, "to_quantized") and {"group_size": GROUP, "bits": BITS[shape.blocks_of(name, "q4_0")]}
+
+    nn.quantize(model, class_predicate=how)
 
     def empty(array: mx.array) -> mx.array:
         return mx.zeros(array.shape, array.dtype if array.dtype == mx.uint32 else mx.float16)
@@ -350,8 +359,11 @@ def _count(model: str, context: int, owner: str) -> Step:
 
 
 def least(shape: Shape, context: int) -> int:
-    """Matrices of 4.5 bits but for a table of embeddings that is nothing else, norms, keys and values in float16."""
-    matrices = {name: n * k * 9 // 16 for name, (n, k) in shape.matrices().items()}
+    """Matrices, with half a bit more than their codes have, but for a table of embeddings that is nothing else; norms,
+    keys and values in float16."""
+    matrices = {
+        name: n * k * (2 * BITS[shape.blocks_of(name, "q4_0")] + 1) // 16 for name, (n, k) in shape.matrices().items()
+    }
     if not shape.tied:
         del matrices["token_embd.weight"]
     cache = shape.layers * 2 * shape.kv_heads * shape.head_size * context * 2

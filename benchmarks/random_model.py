@@ -32,7 +32,8 @@ Tensors = list[tuple[str, str, tuple[int, ...]]]  # names in GGUF, types and sha
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama; `tied`: the embedding is the head, too."""
+    """The sizes of a Llama; `tied`: the embedding is the head, too. finer: the blocks of attn_v and ffn_down, to which
+    llama.cpp's Q4_K_M gives more bits in half of the layers; those of all matrices unless given."""
 
     layers: int
     hidden: int
@@ -44,6 +45,7 @@ class Shape:
     tied: bool = False
     rope_base: float = 500000.0
     norm_epsilon: float = 1e-5
+    finer: str = ""
 
     @property
     def head_size(self) -> int:
@@ -87,8 +89,13 @@ class Shape:
 
     def tensors(self, blocks: str) -> Tensors:
         """All tensors, the matrices in these blocks."""
-        matrices: Tensors = [(name, blocks.upper(), size) for name, size in self.matrices().items()]
+        matrices: Tensors = [
+            (name, self.blocks_of(name, blocks).upper(), size) for name, size in self.matrices().items()
+        ]
         return [*matrices, *((name, "F32", (self.hidden,)) for name in self.norms())]
+
+    def blocks_of(self, name: str, blocks: str) -> str:
+        return self.finer if self.finer and name.endswith(("attn_v.weight", "ffn_down.weight")) else blocks
 
     def fields(self) -> dict[str, Any]:
         """The metadata apart from the tokenizer."""

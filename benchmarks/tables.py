@@ -740,7 +740,7 @@ def decoding(results: Results) -> str:
     return table(rows)
 
 
-MODELS_COUNTED = {"smollm2": "SmolLM2-135M", "8b": "Llama-3-8B"}
+MODELS_COUNTED = {"smollm2": "SmolLM2-135M", "8b": "Llama-3-8B", "8b-mixed": "Llama-3-8B, 8-bit v and down"}
 
 
 def one_row(results: Results) -> str:
@@ -808,6 +808,14 @@ def metal_token(results: Results) -> str:
         cells += [f"{each['nbytes'] / 1e6:,.1f}", f"{each['nbytes'] / each['least']:.3f}"]
         rows.append([*cells, *(f"{each['estimated_us'][chip]:,.0f}" for chip in chips)])
     return table(rows)
+
+
+def metal_model(results: Results) -> str:
+    """Words: how a whole model ran in the emulator."""
+    runs = results["records"]
+    errors = " and ".join(f"{each['error']:.1e} in {each['type']}" for each in runs)
+    same, count = sum(each["same_tokens"] for each in runs), sum(len(each["tokens"]) for each in runs)
+    return f"{results['machine']['date']}: errors of logits {errors}, {same} of {count} tokens of answers as the CPU's"
 
 
 # ---- the README -------------------------------------------------------------------------------------------------
@@ -977,6 +985,7 @@ TABLES: Mapping[str, Table] = {
     "metal-few-rows": Table("metal_profile.json", few_rows, METAL),
     "metal-beside-mlx": Table("metal_profile.json", beside_mlx, METAL),
     "metal-token": Table("metal_token.json", metal_token, "python -m benchmarks.metal_token --json FILE"),
+    "metal-model": Table("metal_model.json", metal_model),
     "metal-matmul": Table("metal_profile.json", metal_products, METAL),
     # quality
     "quality-llm": Table("quality.json", language, QUALITY),

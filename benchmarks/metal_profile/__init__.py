@@ -34,7 +34,7 @@ from billfish.core.tables import print_table
 
 def parser() -> command.Parser:
     made = command.parser(__spec__, __doc__)
-    made.listed("--formats", "formats", "u4b8,q4_0,fp4,mxfp4,nvfp4,u4,q4_1,q4_k,q8_0,affine4")
+    made.listed("--formats", "formats", "u4b8,q4_0,fp4,mxfp4,nvfp4,u4,q4_1,q4_k,q8_0,affine4,affine8,mxfp8")
     made.listed("--shapes", "KxN of the weights", "4096x4096,4096x14336", command.shapes)
     made.listed("--m", "rows of x", "1,2,4,8,64,512", command.positives)
     return made

@@ -15,8 +15,14 @@ from billfish.core.tensor import QuantizedTensor
 
 Array = NDArray[Any]
 
-# Formats that both have, and the family of kernels that MLX has for each.
-MLX_FORMATS = {"mxfp4": "fp", "nvfp4": "fp", "affine4": "affine"}
+# Formats that both have, and the family of kernels that MLX has for each, with the bits of a code.
+MLX_FORMATS = {
+    "mxfp4": ("fp", 4),
+    "nvfp4": ("fp", 4),
+    "affine4": ("affine", 4),
+    "mxfp8": ("fp", 8),
+    "affine8": ("affine", 8),
+}
 FOLDER = "mlx/backend/metal/kernels"
 HEADERS = {
     "fp": ("steel/gemm/gemm.h", "quantized_utils.h", "fp_quantized.h"),
@@ -66,40 +72,41 @@ def first_tiled(n: int, k: int) -> int:
     return 10 if max(k, n) <= 4096 else 6
 
 
-def mlx_kernel(family: str, m: int, n: int, k: int, group: int) -> MlxKernel:
+def mlx_kernel(family: str, bits: int, m: int, n: int, k: int, group: int) -> MlxKernel:
     """The one that MLX 0.32 takes on M1 and M2 for x [m, k] and W [n, k]."""
     if m >= first_tiled(n, k):
-        return _tiled(family, m, n, k, group)
+        return _tiled(family, bits, m, n, k, group)
     # On these GPUs affine weights are read again for every row: MLX found qmv_wide slower there.
-    return _wide(family, m, n) if m > 1 and family == "fp" else _qmv(family, m, n, k)
+    return _wide(family, bits, m, n) if m > 1 and family == "fp" else _qmv(family, bits, m, n, k)
 
 
-def _qmv(family: str, m: int, n: int, k: int) -> MlxKernel:
-    name, template = ("qmv_fast", "4, false, false") if n % 8 == 0 and k % 512 == 0 else ("qmv", "4, false")
+def _qmv(family: str, bits: int, m: int, n: int, k: int) -> MlxKernel:
+    is_fast = n % 8 == 0 and k % 512 == 0
+    name, template = ("qmv_fast", f"{bits}, false, false") if is_fast else ("qmv", f"{bits}, false")
     arguments = f"{PLANES[family]}, x, y, K, N, {NO_BATCH[family]}, threadgroup_position_in_grid, {PLACE}"
     return _kernel(family, name, template, arguments, (32 * m, 2 * up(n, 8), 1), (32, 2, 1))
 
 
-def _wide(family: str, m: int, n: int) -> MlxKernel:
+def _wide(family: str, bits: int, m: int, n: int) -> MlxKernel:
     """As few passes over the weights as WIDE_ROWS allows, and as few rows for each as those need."""
     passes = up(m, WIDE_ROWS)
     planes = PLANES[family].removesuffix(", nullptr")
     arguments = f"{planes}, x, y, K, N, M, {NO_BATCH[family]}, threadgroup_position_in_grid, {PLACE}"
     rows = up(m, passes)
     grid = (32 * passes, 2 * up(n, 2 * 32 // WIDE_LANES), 1)
-    return _kernel(family, "qmv_wide", f"4, {rows}, {WIDE_LANES}, false", arguments, grid, (32, 2, 1))
+    return _kernel(family, "qmv_wide", f"{bits}, {rows}, {WIDE_LANES}, false", arguments, grid, (32, 2, 1))
 
 
-def _tiled(family: str, m: int, n: int, k: int, group: int) -> MlxKernel:
+def _tiled(family: str, bits: int, m: int, n: int, k: int, group: int) -> MlxKernel:
     across, down, aligned = up(n, 32), up(m, 32), str(n % 32 == 0).lower()
     slices = slices_of_k(across * down, k, group)
     grid, threadgroup = (32 * across, 2 * down, 2 * slices), (32, 2, 2)
     if slices == 1:
         arguments = f"{PLANES[family]}, x, y, K, N, M, {NO_BATCH[family]}, {TILE_PLACE}"
-        return _kernel(family, "qmm_t", f"4, {aligned}, false", arguments, grid, threadgroup)
+        return _kernel(family, "qmm_t", f"{bits}, {aligned}, false", arguments, grid, threadgroup)
     planes = PLANES[family].removesuffix(", nullptr")
     arguments = f"{planes}, x, y, K, N, M, PART, STRIDE, {TILE_PLACE}"
-    built = _kernel(family, "qmm_t_splitk", f"4, {aligned}", arguments, grid, threadgroup)
+    built = _kernel(family, "qmm_t_splitk", f"{bits}, {aligned}", arguments, grid, threadgroup)
     # Padded: threads of REDUCTION that have no number return before a barrier, which the emulator reports.
     stride = REDUCTION_NUMBERS * up(m * n, REDUCTION_NUMBERS)
     return MlxKernel(built.name, built.source, grid, threadgroup, slices, {"PART": k // slices, "STRIDE": stride})
@@ -129,7 +136,7 @@ def mlx_arrays(tensor: QuantizedTensor, dtype: np.dtype[Any]) -> dict[str, Array
     """The weights as MLX has them; affine scales are of x's type."""
     storage = tensor.storage
     arrays = {"w": np.ascontiguousarray(storage["packed"]).view(np.uint32), "scales": storage["scales"]}
-    if MLX_FORMATS[tensor.format.name] == "affine":
+    if MLX_FORMATS[tensor.format.name][0] == "affine":
         arrays |= {"scales": storage["scales"].astype(dtype), "biases": storage["biases"].astype(dtype)}
     return arrays
 
@@ -137,8 +144,8 @@ def mlx_arrays(tensor: QuantizedTensor, dtype: np.dtype[Any]) -> dict[str, Array
 def run_mlx(tensor: QuantizedTensor, x: Array) -> Array:
     """x [M, K] times a tensor of one of MLX_FORMATS; nvfp4 without its global scale."""
     (m, k), n = x.shape, tensor.shape[0]
-    family = MLX_FORMATS[tensor.format.name]
-    kernel = mlx_kernel(family, m, n, k, tensor.group_size)
+    family, bits = MLX_FORMATS[tensor.format.name]
+    kernel = mlx_kernel(family, bits, m, n, k, tensor.group_size)
     arrays = mlx_arrays(tensor, x.dtype)
     sizes = {"K": k, "N": n, "M": m, **kernel.sizes}
     built = emulator.metal_kernel(

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends import BACKENDS
+from billfish.backends.metal import MLX
+from billfish.backends.metal.layout import lay_out
 from billfish.cli import metal_checks
 from billfish.cli.info import found
 from billfish.core.errors import BillfishError, DataError, MissingPackage, bad_argument
@@ -26,7 +28,18 @@ from billfish.ops.matmul import dequantize, quantized_linear
 from billfish.ops.quantization import quantize
 
 SHAPE, ROWS = (96, 256), (1, 4, 20)  # of the matmuls that every backend is asked for
-TIMED, TIMED_ROWS, REPEATS = (4096, 4096), (1, 8, 512), 20
+TIMED, TIMED_ROWS, ROUNDS = (4096, 4096), (1, 8, 512), 5
+OUT_OF_CACHE = 2**28  # bytes of weights that are read in turn: no Apple GPU has a cache as large
+MLX_FORMATS = {  # and what MLX has of as many bits: mode, group size, bits of a code
+    "q4_0": ("affine", 64, 4),
+    "q4_k": ("affine", 64, 4),
+    "fp4": ("affine", 64, 4),
+    "mxfp4": ("mxfp4", 32, 4),
+    "nvfp4": ("nvfp4", 16, 4),
+    "q8_0": ("affine", 64, 8),
+    "mxfp8": ("mxfp8", 32, 8),
+}
+LIMIT = 1e-2  # of the largest logit: numbers between matmuls are float16
 COLUMNS = ("backend", "kernel", "format", "type", "rows", "error", "allowed", "verdict")  # of a table of matmuls
 PROMPT, ANSWER = "What is the capital of France?", 16
 # Backends that are not asked unless they are named: the reference is the judge, and the emulator is slow.
@@ -68,11 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
         reason = metal_checks.device_of("metal").kernels.without_units
         report["matrix_units"] = reason or "used"
         print(f"matrix units: not used: {reason}." if reason else "matrix units: used.")
-        report["times"] = _followed(times(), "metal: times beside MLX's")
-        _print("microseconds of a matmul", report["times"], ("format", "rows", "ours", "mlx"))
+        report["times"] = _followed(times("metal"), "metal: times beside MLX's")
+        columns = ("format", "ours_bits", "mlx_format", "mlx_bits", "rows", "ours", "mlx")
+        _print("microseconds of a matmul", report["times"], columns)
     if arguments.model:
         report["answers"] = _followed(answers(arguments.model, names), "the model on each device")
-        _print("answers", report["answers"], ("device", "tokens_per_second", "error", "verdict", "text"))
+        _print("answers", report["answers"], ("device", "tokens_per_second", "error", "gap", "verdict", "text"))
     wrong = [each for part in ("matmuls", "answers") for each in report[part] if each["verdict"] != "right"]
     print(f"{len(wrong)} wrong." if wrong else "Everything is right.")
     if arguments.report:
@@ -135,57 +149,76 @@ def _multiplier(name: str) -> Callable[[NDArray[Any], QuantizedTensor], NDArray[
     return through_mlx if name == "metal" else through_torch if name in THROUGH_TORCH else through_numpy
 
 
-def times() -> Iterator[dict[str, Any]]:
-    """Our matmuls on an Apple GPU beside MLX's with 4 bits in groups of 32: the best of several, in microseconds."""
+def times(name: str) -> Iterator[dict[str, Any]]:
+    """Our matmuls on an Apple GPU beside MLX's of as many bits a weight: the best of several, in microseconds."""
     import mlx.core as mx
 
-    n, k = TIMED
+    (n, k), kernels = TIMED, metal_checks.device_of(name).kernels
     w = np.random.default_rng(0).standard_normal(TIMED).astype(np.float32)
-    packed, scales, biases = mx.quantize(mx.array(w).astype(mx.float16), group_size=32, bits=4)
-    for format in ("q4_0", "q4_k", "mxfp4", "fp4", "q8_0"):
+    for format, (mode, size, bits) in MLX_FORMATS.items():
         q = quantize(w, format, method="rtn")
+        ours, theirs = lay_out(q), mx.quantize(mx.array(w).astype(mx.float16), size, bits, mode=mode)
+        bytes_of = {"ours": ours.nbytes, "mlx": sum(plane.nbytes for plane in theirs)}
+        about: dict[str, Any] = {"format": format, "mlx_format": f"{mode} {bits}:{size}"}
+        about |= {f"{whose}_bits": round(8 * nbytes / w.size, 2) for whose, nbytes in bytes_of.items()}
+        copies = range(-(-OUT_OF_CACHE // min(bytes_of.values())))
+        our_copies = [ours.converted(MLX.from_numpy) for _ in copies]
+        their_copies = [[mx.array(np.array(plane)) for plane in theirs] for _ in copies]
         for rows in TIMED_ROWS:
             x = mx.random.normal((rows, k)).astype(mx.float16)
-            ours = _best(partial(quantized_linear, x, q, backend="metal"))
-            plain = partial(mx.quantized_matmul, transpose=True, group_size=32, bits=4)
-            theirs = _best(partial(plain, x, packed, scales, biases))
-            yield {"format": format, "rows": rows, "ours": round(ours, 1), "mlx": round(theirs, 1), "shape": [n, k]}
+            how = {"transpose": True, "group_size": size, "bits": bits, "mode": mode}
+            us = _best(partial(kernels.multiply, x, bias=None), our_copies)
+            mlx = _best(partial(_multiply_planes, x, how), their_copies)
+            yield about | {"rows": rows, "ours": round(us, 1), "mlx": round(mlx, 1), "shape": [n, k]}
 
 
-def _best(call: Callable[[], Any]) -> float:
-    """Microseconds of a call, several of which are evaluated at once."""
+def _multiply_planes(x: Any, how: dict[str, Any], planes: Sequence[Any]) -> Any:
+    import mlx.core as mx
+
+    return mx.quantized_matmul(x, *planes, **how)
+
+
+def _best(multiply: Callable[[Any], Any], copies: Sequence[Any]) -> float:
+    """Microseconds of a call, each of which has weights of its own; all are evaluated at once."""
     import mlx.core as mx
 
     best = np.inf
-    for _ in range(5):
+    for _ in range(ROUNDS):
         start = time.perf_counter()
-        mx.eval([call() for _ in range(REPEATS)])
-        best = min(best, (time.perf_counter() - start) / REPEATS)
+        mx.eval([multiply(each) for each in copies])
+        best = min(best, (time.perf_counter() - start) / len(copies))
     return 1e6 * float(best)
 
 
 def answers(path: str, names: list[str]) -> Iterator[dict[str, Any]]:
-    """Logits and an answer of a model on each device, beside the CPU's exact ones."""
+    """Logits and an answer of a model on each device, beside the CPU's exact ones. Each token has to be the best behind
+    those before it, up to near ties."""
     from billfish.llm.model import load
 
     devices = ["cpu", *(name for name in names if name in ("cuda", "metal", "metal-emulator"))]
-    exact = None
+    judge = None
     for device in devices:
         record: dict[str, Any] = {"device": device}
         try:
             model = load(path, device=device)
-            tokens = model.tokenize(PROMPT)
-            logits = model.logits(tokens, activations="exact" if device == "cpu" else None)
+            judge = judge or model
+            tokens = model.encode(PROMPT)
+            decoder, activations = model.decoder, model.decoder.usual  # those of the answer
+            logits = decoder.logits(decoder.run([(model.cache(), tokens)], activations), activations)
             start = time.perf_counter()
-            answer = model.generate(PROMPT, max_tokens=ANSWER, temperature=0)
+            answer = model.generate(tokens, max_tokens=ANSWER, temperature=0)
             record["tokens_per_second"] = round(len(answer.tokens) / (time.perf_counter() - start), 1)
+            exact = judge.logits([*tokens, *answer.tokens], activations="exact")
         except Exception as problem:
             yield record | {"verdict": f"{type(problem).__name__}: {problem}"}
             continue
-        exact = logits if exact is None else exact
-        error = float(np.median(np.abs(logits - exact).max(axis=1) / np.abs(exact).max()))
-        verdict = "right" if error <= 1e-2 else "wrong"  # float16 between matmuls
-        yield record | {"error": error, "verdict": verdict, "text": answer.text.strip().replace("\n", " ")}
+        largest = np.abs(exact).max()
+        error = float(np.median(np.abs(logits - exact[: len(tokens)]).max(axis=1)) / largest)
+        rows = exact[len(tokens) - 1 : -1]
+        gaps = [row.max() - row[token] for row, token in zip(rows, answer.tokens, strict=True)]
+        gap = float(max(gaps, default=0) / largest)  # two logits may be wrong by LIMIT each
+        record |= {"error": error, "gap": gap, "text": answer.text.strip().replace("\n", " ")}
+        yield record | {"verdict": "right" if error <= LIMIT and gap <= 2 * LIMIT else "wrong"}
 
 
 def _followed(records: Iterator[dict[str, Any]], what: str) -> list[dict[str, Any]]:

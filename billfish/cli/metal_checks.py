@@ -176,15 +176,19 @@ def _rotate(device: Device, built: DecoderKernels) -> dict[str, Any]:
     frequencies = (100.0 ** -(np.arange(pairs) / pairs)).astype(np.float32)
     about = Heads(heads, kv_heads, size, device.to(frequencies), q_norm=device.to(norm), k_norm=device.to(norm))
     positions = np.array([0, 5, 9])
-    q, kv = built.rotate(device.to(qkv), about, device.to(positions.astype(np.int32)), 1e-6)
+    there, apart = device.to(positions.astype(np.int32)), (heads + kv_heads) * size
+    made = [
+        built.rotate(device.to(qkv), about, there, 1e-6),
+        built.rotate(device.to(qkv[:, :apart].copy()), about, there, 1e-6, device.to(qkv[:, apart:].copy())),
+    ]
     each = qkv.astype(np.float64).reshape(3, heads + 2 * kv_heads, size).transpose(1, 0, 2)
     turned = _normed(each[: heads + kv_heads]) * norm
     angles = positions[:, None] * frequencies.astype(np.float64)
     a, b = turned[..., :pairs].copy(), turned[..., pairs : 2 * pairs].copy()
     turned[..., :pairs] = a * np.cos(angles) - b * np.sin(angles)
     turned[..., pairs : 2 * pairs] = b * np.cos(angles) + a * np.sin(angles)
-    found = np.concatenate([device.back(q), device.back(kv)[0], device.back(kv)[1]])
-    return _alike(found, np.concatenate([turned, each[heads + kv_heads :]]), 1e-5)
+    found = np.stack([np.concatenate([device.back(q), *device.back(kv)]) for q, kv in made])
+    return _alike(found, np.stack([np.concatenate([turned, each[heads + kv_heads :]])] * 2), 1e-5)
 
 
 def _recurrence(device: Device, built: DecoderKernels) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import logging
 import os
@@ -124,6 +125,8 @@ def _checked_metal(device: str) -> str:
     usable, reason = BACKENDS[device].usable()
     if usable and importlib.util.find_spec("mlx") is None:
         usable, reason = False, f"mlx is not installed. Run: {how_to_install('metal')}"
+    if usable and not hasattr(importlib.import_module("mlx.core"), "new_thread_unsafe_stream"):
+        usable, reason = False, f"mlx is too old. Run: {how_to_install('metal')}"
     if not usable:
         raise BackendUnavailable(failure(CALL, f"device {device!r}: {reason}"))
     return device

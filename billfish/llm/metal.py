@@ -48,9 +48,15 @@ class MetalDecoder(Decoder):
         backend = BACKENDS[device]
         assert isinstance(backend, (MetalBackend, EmulatorBackend))
         self.device, self._backend, self._lock = device, backend, RLock()
+        # MLX computes a graph on the thread that described it; but on this stream on any, one at a time.
+        self._stream = mx.new_thread_unsafe_stream(mx.default_device())
 
     def pack(self, under_way: Callable[[], object]) -> None:
         under_way()
+        with mx.stream(self._stream):
+            self._pack()
+
+    def _pack(self) -> None:
         c = self.config
         parts = self._parts = Parts(self.tensors, self._backend.kernels)
         self._head = parts.packer.linear(c.head)
@@ -86,7 +92,7 @@ class MetalDecoder(Decoder):
 
     def logits(self, hidden: Floats, activations: Activations | None) -> Floats:
         self.check_hidden(hidden)
-        with self._lock:
+        with self._lock, mx.stream(self._stream):
             return np.array(self._logits(mx.array(hidden)))
 
     def choose(
@@ -159,7 +165,7 @@ class MetalDecoder(Decoder):
         """The decoder and all caches are this thread's."""
         for _, tokens in passages:
             self.check_tokens("llm.run", "tokens", tokens)
-        with self._locked(passages), self._lock:
+        with self._locked(passages), self._lock, mx.stream(self._stream):
             wanted = mx.float32 if activations == "exact" else mx.float16
             self._parts.type = wanted
             for cache, tokens in passages:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from billfish.core.typing import CacheType
 from billfish.llm.kv_cache import Cache
@@ -17,7 +18,6 @@ from billfish.llm.recurrent_checkpoints import Checkpoints, places
 from billfish.models.description import Attention, Model
 
 STEP = 256  # positions by which a cache grows
-TYPES = {"float16": mx.float16, "float32": mx.float32}
 
 
 class KeysAndValues(NamedTuple):
@@ -91,7 +91,8 @@ class MetalCache(Cache):
         self.tokens.clear()
         self.keys: dict[int, KeysAndValues] = {}
         for layer, mixer in self._attention.items():
-            self.keys[layer] = KeysAndValues(mx.zeros((2, mixer.kv_heads, 0, mixer.head_size), TYPES[self.type]))
+            empty = np.zeros((2, mixer.kv_heads, 0, mixer.head_size), self.type)  # mx.zeros belongs to this thread
+            self.keys[layer] = KeysAndValues(mx.array(empty))
         self.states: States = {}  # none: zeros
         self.position = 0  # behind which the states are
         self.checkpoints: Checkpoints[States] = Checkpoints(self._state_bytes)

@@ -182,6 +182,10 @@ class Watched:
         self._see(x)
         return self._product.together(x)
 
+    def with_last_apart(self, x: mx.array) -> Any:
+        self._see(x)
+        return self._product.with_last_apart(x)
+
 
 class LayerInput:
     """Gemma's input per layer: see description.PerLayerInput."""
@@ -227,10 +231,14 @@ class AttentionPart:
         )
 
     def __call__(self, x: mx.array, step: Pass, layer: int) -> mx.array:
-        about, qkv = self._about, self._qkv.together(x)
+        about, v = self._about, None
         if self._joint:
-            qkv = self._normalized(qkv)
-        q, kv = self._parts.kernels.rotate(qkv, self._heads, step.positions, self._parts.epsilon)
+            qkv = self._normalized(self._qkv.together(x))
+        elif about.v is None:
+            qkv = self._qkv.together(x)
+        else:
+            qkv, v = self._qkv.with_last_apart(x)
+        q, kv = self._parts.kernels.rotate(qkv, self._heads, step.positions, self._parts.epsilon, v)
         for span in step.spans if about.k is not None else []:
             held = span.cache.keys[layer]
             span.cache.keys[layer] = held.with_rows(span.start, kv[:, :, span.rows], about.window)
@@ -504,12 +512,16 @@ class RouterPart:
         sigmoid = about.scores == "sigmoid"
         scores = mx.sigmoid(logits) if sigmoid else mx.softmax(logits, axis=-1)
         by = scores if self._bias is None else scores + self._bias
-        ids = mx.argsort(-self._of_groups(by), axis=-1)[:, : about.chosen]
+        ids = self.best(by)
         weights = mx.take_along_axis(scores, ids, axis=-1)
         if about.renormalized:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + (SMALLEST_SUM if sigmoid else 0))
         weights = weights * about.scale
         return ids, weights if self._scale is None else weights * self._scale[ids]
+
+    def best(self, scores: mx.array) -> mx.array:
+        """The experts of each row."""
+        return mx.argsort(-self._of_groups(scores), axis=-1)[:, : self._about.chosen]
 
     def _of_groups(self, scores: mx.array) -> mx.array:
         """Scores, with those of groups that nothing is chosen from below all others."""

@@ -58,8 +58,18 @@ class Joined:
 
     def together(self, x: mx.array) -> mx.array:
         """All y, side by side."""
-        made = [part(x) for part in self.parts]
-        return made[0] if len(made) == 1 else mx.concatenate(made, axis=-1)
+        return _side_by_side([part(x) for part in self.parts])
+
+    def with_last_apart(self, x: mx.array) -> tuple[mx.array, mx.array | None]:
+        """All y, side by side; of the last matrix apart, where its format is another than its neighbour's."""
+        *made, last = [part(x) for part in self.parts]
+        if made and last.shape[-1] == self.sizes[-1]:
+            return _side_by_side(made), last
+        return _side_by_side([*made, last]), None
+
+
+def _side_by_side(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def test_mlx_kernels_compute_the_same_product(name, m):
     ],
 )
 def test_mlx_takes_the_kernel_that_it_takes_on_m1_and_m2(family, m, n, k, name):
-    assert mlx_kernel(family, m, n, k, 32).name == name
+    assert mlx_kernel(family, 4, m, n, k, 32).name == name
 
 
 def test_slices_of_k_are_added_up_by_a_kernel_of_mlx():

@@ -50,6 +50,48 @@ def test_a_backend_that_is_none(capsys):
     assert "tpu" in capsys.readouterr().err
 
 
+@pytest.mark.torch
+@pytest.mark.compile
+def test_times_are_beside_those_of_mlx_with_as_many_bits(monkeypatch):
+    """Of weights that no cache holds: each copy is an array of its own. In emulation, without the clock."""
+    monkeypatch.setattr(doctor, "TIMED", (96, 256))
+    monkeypatch.setattr(doctor, "OUT_OF_CACHE", 40000)
+    timed: list[tuple] = []
+    monkeypatch.setattr(doctor, "_best", lambda multiply, copies: timed.append((multiply, copies)) or 1.0)
+    records = list(doctor.times("metal-emulator"))
+    assert [(r["format"], r["rows"]) for r in records] == [(f, m) for f in doctor.MLX_FORMATS for m in (1, 8, 512)]
+    assert [r["mlx_bits"] for r in records] == [pytest.approx(r["ours_bits"], abs=0.01) for r in records]
+    ours, theirs = timed[:2]  # of q4_0, one row
+    for _, copies in timed:
+        arrays = [copy if isinstance(copy, list) else [*copy.arrays.values()] for copy in copies]
+        assert len({id(array) for each in arrays for array in each}) == len(arrays) * len({*map(id, arrays[0])})
+        assert sum(array.nbytes for each in arrays for array in {id(a): a for a in each}.values()) >= 40000
+    y, wanted = (np.array(multiply(copies[-1])).astype(np.float64).ravel() for multiply, copies in (ours, theirs))
+    assert np.corrcoef(y, wanted)[0, 1] > 0.98  # both have weights of their own 4 bits
+
+
+@pytest.mark.torch
+def test_each_call_that_is_timed_has_other_weights():
+    import mlx.core as mx
+
+    called: list[int] = []
+    assert doctor._best(lambda copy: called.append(copy) or mx.zeros(1), [1, 2, 3]) > 0
+    assert called == [1, 2, 3] * doctor.ROUNDS
+
+
+@pytest.mark.torch
+@pytest.mark.compile
+def test_an_answer_of_other_tokens_is_wrong(tmp_path, monkeypatch):
+    """Even though the logits of the prompt are right."""
+    write_model(tmp_path / "m.gguf", Small())
+    right = list(doctor.answers(str(tmp_path / "m.gguf"), ["metal-emulator"]))
+    assert [(r["device"], r["verdict"]) for r in right] == [("cpu", "right"), ("metal-emulator", "right")]
+    monkeypatch.setattr("billfish.llm.metal.next_tokens", lambda logits, samplers: logits.argmin(axis=-1))
+    _, wrong = doctor.answers(str(tmp_path / "m.gguf"), ["metal-emulator"])
+    assert wrong["verdict"] == "wrong"
+    assert wrong["error"] <= doctor.LIMIT < wrong["gap"]
+
+
 KERNELS = {"gemv", "gemm", "striped", "fused", "gemv_experts", "gemm_experts", "fused_experts", "dequantize", "embed"}
 KERNELS |= {"add_norm", "rotate", "recurrence"}
 

@@ -34,6 +34,7 @@ class Small:
     context: int = 128
     quantization: str = "Q8_0"
     embedding: str = ""  # its type, if another than the other matrices'
+    finer: str = ""  # the type of attn_v and ffn_down, to which Q4_K_M gives more bits
     tied: bool = False
     rope_base: float = 10000.0
     template: str = TEMPLATE  # of a chat; empty for none
@@ -128,7 +129,8 @@ def write_model(path: Path, small: Small, more: dict[str, np.ndarray] | None = N
         vector(f"blk.{i}.attn_norm.weight", small.hidden, 1)
         vector(f"blk.{i}.ffn_norm.weight", small.hidden, 1)
         for name, (n, k) in small.matrices().items():
-            matrix(f"blk.{i}.{name}.weight", n, k)
+            kind = small.finer if name in ("attn_v", "ffn_down") else ""
+            matrix(f"blk.{i}.{name}.weight", n, k, kind or small.quantization)
             if small.architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
                 vector(f"blk.{i}.{name}.bias", n, 0)
         if small.architecture == "qwen3":

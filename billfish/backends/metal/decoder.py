@@ -85,13 +85,13 @@ class DecoderKernels:
         )
         return h, x
 
-    def rotate(self, qkv: Any, about: Heads, positions: Any, epsilon: float) -> tuple[Any, Any]:
+    def rotate(self, qkv: Any, about: Heads, positions: Any, epsilon: float, v: Any = None) -> tuple[Any, Any]:
         """q, k and v [rows, all of them] -> q [heads, rows, size] and keys and values [2, KV heads, rows, size].
-        positions: int32 [rows]."""
+        positions: int32 [rows]. v: [rows, v], if qkv is without it."""
         rows, a = qkv.shape[0], about
         built = self._built(
             "rotate",
-            ["qkv", "frequencies", "positions", "q_norm", "k_norm", "numbers"],
+            ["qkv", "v", "frequencies", "positions", "q_norm", "k_norm", "numbers"],
             ["q", "kv"],
             source("rounding.metal"),
         )
@@ -105,6 +105,7 @@ class DecoderKernels:
             "ADJACENT": a.adjacent,
             "GATED": a.gated,
             "SAME": a.same,
+            "APART": v is not None,
             "Q_NORM": a.q_norm is not None,
             "K_NORM": a.k_norm is not None,
             "V_NORM": a.v_norm,
@@ -112,6 +113,7 @@ class DecoderKernels:
         q, kv = built(
             inputs=[
                 qkv,
+                qkv if v is None else v,
                 qkv if a.frequencies is None else more_numbers(a.frequencies),
                 more_numbers(positions),
                 qkv if a.q_norm is None else a.q_norm,

@@ -37,11 +37,19 @@ struct Rows {
   }
 };
 
+// Row r of a lane is another one in each of the lanes that add up: of the rows that both of two lanes have, each keeps the first half and
+// passes the second on, without asking which half that is. See total_lanes.
+template <int ROWS>
+METAL_FUNC int row_of(int r, int lane) {
+  if (ROWS == 8) return r ^ ((lane & 1) << 2 | (lane & 2) | (lane & 4) >> 2);
+  return ROWS == 4 ? r ^ ((lane & 1) << 1 | (lane & 2) >> 1) : ROWS == 2 ? r ^ (lane & 1) : r;
+}
+
 template <int ROWS, typename T>
-METAL_FUNC Rows<ROWS, T> rows_of(const device T* x, int m, int k) {
+METAL_FUNC Rows<ROWS, T> rows_of(const device T* x, int m, int k, int lane) {
   Rows<ROWS, T> all;
   #pragma unroll
-  for (int r = 0; r < ROWS; r++) all.rows[r] = x + min(r, m - 1) * k;
+  for (int r = 0; r < ROWS; r++) all.rows[r] = x + min(row_of<ROWS>(r, lane), m - 1) * k;
   return all;
 }
 
@@ -58,7 +66,7 @@ METAL_FUNC void load_words(WordsAt from, int i, thread uint* to) {
     to[0] = from[i];
   } else {
     using Vector = vec<uint, COUNT == 1 ? 2 : COUNT>;
-    const Vector all = ((const device Vector*)from.base)[uint(from.at + i) / COUNT];
+    const Vector all = *(const device Vector*)(from.base + from.at + i);
     #pragma unroll
     for (int j = 0; j < COUNT; j++) to[j] = all[j];
   }
@@ -73,10 +81,11 @@ struct Runs {
 
   METAL_FUNC void fetch(W w, int run, int column) thread {
     constexpr int width = run_words < 4 ? run_words : 4;
+    const WordsAt first = w.words_of_four(run, column, 0);
     #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
       #pragma unroll
-      for (int i = 0; i < run_words; i += width) load_words<width>(w.words(run, column + c), i, words + c * run_words + i);
+      for (int i = 0; i < run_words; i += width) load_words<width>(first, 4 * c * run_words + i, words + c * run_words + i);
     }
     if (high_words != 0) {
       constexpr int all = COLUMNS * high_words, most = all < 4 ? all : 4, step = most < 1 ? 1 : most;
@@ -155,7 +164,7 @@ METAL_FUNC void multiply_rest(thread const Rows<ROWS, T>& x, W w, int run, int c
     if (k >= w.k) break;
     #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
-      const Part part = W::Element::part(w.words(run, column + c), w.high_words(run, column + c), i);
+      const Part part = W::Element::part(w.words_of_four(run, column, c), w.high_words(run, column + c), i);
       const float2 v = unscaled<W>(W::Element::pair(part, t), t, groups[c]);
       #pragma unroll
       for (int r = 0; r < ROWS; r++) {
@@ -169,7 +178,8 @@ METAL_FUNC void multiply_rest(thread const Rows<ROWS, T>& x, W w, int run, int c
 
 // ---- all of them
 
-// sums [ROWS][COLUMNS] of x times the first panel of w, for the k of this lane and this simdgroup, which is `part` of `parts`.
+// sums [ROWS][COLUMNS] of x times the first panel of w, but for unit(0), for the k of this lane and this simdgroup, which is `part` of
+// `parts`. Rows are in the order of row_of.
 template <int ROWS, int COLUMNS, typename T, typename W>
 METAL_FUNC void sum_panel(thread const Rows<ROWS, T>& x, W w, int part, int parts, int lane, thread float* sums) {
   constexpr int lanes = 2 * COLUMNS, halves = W::halves;
@@ -213,15 +223,13 @@ METAL_FUNC void sum_panel(thread const Rows<ROWS, T>& x, W w, int part, int part
     }
     if (!W::scaled && halves == 1) scale_products<ROWS, COLUMNS>(groups, products, sums);
   }
-  #pragma unroll
-  for (int i = 0; i < ROWS * COLUMNS; i++) sums[i] *= W::scaled || !W::subtracts ? W::Element::unit(0) : 1.0f;
 }
 
-// sums [COUNT] of each of `lanes` neighbours, a power of two: their totals are shared out. Returns which of them a lane has, from that
-// one on and in sums[0] to sums[max(COUNT / lanes, 1) - 1]. Lanes are added up in one order for any COUNT.
-template <int COUNT>
+// sums [ROWS][COLUMNS] of each of `lanes` neighbours, a power of two: their totals are shared out. Returns which of them a lane has, from
+// that one on and in sums[0] to sums[max(ROWS * COLUMNS / lanes, 1) - 1]. Lanes are added up in one order for any ROWS.
+template <int ROWS, int COLUMNS>
 METAL_FUNC int total_lanes(thread float* sums, int lanes, int lane) {
-  int first = 0, left = COUNT;
+  int first = 0, left = ROWS * COLUMNS;
   #pragma unroll
   for (ushort step = 1; step < lanes; step *= 2) {
     if (left == 1) {
@@ -233,6 +241,10 @@ METAL_FUNC int total_lanes(thread float* sums, int lanes, int lane) {
     first += upper ? left : 0;
     #pragma unroll
     for (int i = 0; i < left; i++) {
+      if (left >= COLUMNS) {  // whole rows: those that the other lane keeps are behind those that this one keeps
+        sums[i] += simd_shuffle_xor(sums[i + left], step);
+        continue;
+      }
       const float low = sums[i], high = sums[i + left];
       sums[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, step);
     }
@@ -248,17 +260,17 @@ METAL_FUNC float total_of(const threadgroup float* scratch, int i, int parts) {
   return sum;
 }
 
-// The sums of all lanes and simdgroups, added up in their order, to y [m, n] with the bias, rounded once. `scratch` is for
-// ROWS * 16 floats of each simdgroup. With a GATE, eight columns of gate and eight of up alternate, and y is [m, n / 2].
+// The sums of all lanes and simdgroups, added up in their order, times `unit`, to y [m, n] with the bias, rounded once. `scratch` is
+// for ROWS * 16 floats of each simdgroup. With a GATE, eight columns of gate and eight of up alternate, and y is [m, n / 2].
 template <int ROWS, int COLUMNS, bool HAS_BIAS, int GATE, typename T, typename B>
-METAL_FUNC void store_panel(thread float* sums, threadgroup float* scratch, device T* y, const device B* bias, int m, int n,
-                            int panel, int part, int parts, int lane) {
+METAL_FUNC void store_panel(thread float* sums, float unit, threadgroup float* scratch, device T* y, const device B* bias, int m,
+                            int n, int panel, int part, int parts, int lane) {
   constexpr int lanes = 2 * COLUMNS, own = ROWS * COLUMNS > lanes ? ROWS * COLUMNS / lanes : 1;
-  const int first = total_lanes<ROWS * COLUMNS>(sums, lanes, lane);
+  const int first = total_lanes<ROWS, COLUMNS>(sums, lanes, lane);
   const int at = (part * ROWS + first / COLUMNS) * PANEL + lane / lanes * COLUMNS + first % COLUMNS;
   #pragma unroll
   for (int i = 0; i < own; i++) {
-    if (lane % lanes < ROWS * COLUMNS) scratch[at + i] = sums[i];  // more lanes have the same
+    if (lane % lanes < ROWS * COLUMNS) scratch[at + i] = sums[i] * unit;  // more lanes have the same
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (GATE != 0) {
@@ -286,8 +298,9 @@ template <int ROWS, int COLUMNS, bool HAS_BIAS, int GATE = 0, typename T, typena
 METAL_FUNC void multiply_panel(const device T* x, int m, W w, int panel, int part, int parts, int lane,
                                threadgroup float* scratch, device Y* y, const device B* bias) {
   float sums[ROWS * COLUMNS] = {0};
-  sum_panel<ROWS, COLUMNS>(rows_of<ROWS>(x, m, w.k), w.from(panel), part, parts, lane, sums);
-  store_panel<ROWS, COLUMNS, HAS_BIAS, GATE>(sums, scratch, y, bias, m, w.n, panel, part, parts, lane);
+  sum_panel<ROWS, COLUMNS>(rows_of<ROWS>(x, m, w.k, lane), w.from(panel), part, parts, lane, sums);
+  const float unit = W::scaled || !W::subtracts ? W::Element::unit(0) : 1.0f;
+  store_panel<ROWS, COLUMNS, HAS_BIAS, GATE>(sums, unit, scratch, y, bias, m, w.n, panel, part, parts, lane);
 }
 
 }  // namespace billfish

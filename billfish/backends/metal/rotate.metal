@@ -1,6 +1,7 @@
 // marlin_rotate: the heads of q, k and v [rows, ...], normalized and rotated (RoPE), in the order that attention reads.
 //
 //   qkv [rows, q, k, v]     q has a gate behind each head where it is GATED; without v (SAME), values are keys as they come
+//   v [rows, v]             where it is APART, qkv is without it
 //   q [HEADS, rows, SIZE], kv [2, KV_HEADS, rows, SIZE]
 //
 // The first 2 PAIRS numbers of a head rotate: i with i + PAIRS, or 2i with 2i + 1 where pairs are ADJACENT. numbers: epsilon, and what cosine and
@@ -12,6 +13,7 @@ const bool query = which < HEADS, value = which >= HEADS + KV_HEADS;
 const int number = query ? which : (which - HEADS) % (KV_HEADS > 0 ? KV_HEADS : 1), queries = HEADS * SIZE * (GATED ? 2 : 1);
 const int column = query ? number * SIZE * (GATED ? 2 : 1) : queries + (number + (value && !SAME ? KV_HEADS : 0)) * SIZE;
 const device T* from = qkv + long(row) * qkv_shape[1] + column;
+if (APART && value) from = v + long(row) * v_shape[1] + number * SIZE;
 float squares = 0.0f;
 for (int i = lane; i < SIZE; i += 32) {
   head[i] = float(from[i]);

@@ -255,6 +255,10 @@ struct Weights {
   METAL_FUNC WordsAt words(int run, int column) const thread {
     return {codes, (run * PANEL + column % 4 * 4 + column / 4) * Codes::run_words};
   }
+  // The same of column + c, where column is a multiple of four and c less than four.
+  METAL_FUNC WordsAt words_of_four(int run, int column, int c) const thread {
+    return {codes, (run * PANEL + column / 4) * Codes::run_words + 4 * c * Codes::run_words};
+  }
   METAL_FUNC WordsAt high_words(int run, int column) const thread {
     return {high, (run * PANEL + column) * Codes::high_words};
   }

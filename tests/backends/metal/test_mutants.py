@@ -82,6 +82,7 @@ def faults(kernel: str, file: str, text: str, monkeypatch: pytest.MonkeyPatch) -
         elif kernel == "rotate":
             heads = decoder.Heads(5, 1, 64, np.ones(16, np.float32), q_norm=np.ones(64, np.float32))
             around.rotate(x[:3, :448], heads, np.arange(3, dtype=np.int32), 1e-6)
+            around.rotate(x[:3, :384], heads, np.arange(3, dtype=np.int32), 1e-6, x[:3, 384:448])
         elif kernel == "dequantize":
             kernels.dequantize(w, x.dtype)
         elif kernel in sources.EXPERT_PRODUCTS:  # 70 choices, of 3 experts and of one that is not in the stack
