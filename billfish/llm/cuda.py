@@ -65,6 +65,7 @@ class CudaPending(PendingStep):
         self._lock = decoder.lock  # the next step of another thread may be what samples late rows
         self.drafts = drafts or [()] * len(samplers)
         self._caches, self._samplers = [weakref.ref(cache) for cache in caches], samplers
+        self._numbers = {id(cache): number for number, cache in enumerate(caches)}  # of those that are there
         self._lengths = [len(cache.tokens) for cache in caches]
         self.results: list[Result] = []
         self._places: list[tuple[weakref.ref[CudaCache], int]] = []  # where caches hold PENDING
@@ -77,15 +78,8 @@ class CudaPending(PendingStep):
     def done(self) -> bool:
         return self._choices is not None
 
-    def on_device(self, cache: CudaCache) -> bool:
-        """Whether a cache has one token chosen, so that the device has it."""
-        return not self.drafts[self._number(cache)]
-
     def token_of(self, cache: CudaCache) -> int:
-        return self.tokens()[self._number(cache)]
-
-    def _number(self, cache: CudaCache) -> int:
-        return next(i for i, each in enumerate(self._caches) if each() is cache)
+        return self.choices()[self._numbers[id(cache)]][-1].token
 
     def will_fill(self, cache: CudaCache) -> None:
         """The last token of the cache is PENDING."""
@@ -132,11 +126,10 @@ class CudaPending(PendingStep):
                         del found.tokens[length + len(own) :]
                         if found.states is not None:
                             decoder.settle(found.states, length, len(own))
-                tokens = {id(cache()): own[-1].token for cache, own in zip(self._caches, chosen, strict=False)}
                 for cache, place in self._places:
                     found = cache()
                     if found is not None and place < len(found.tokens) and found.tokens[place] == PENDING:
-                        found.tokens[place] = tokens[id(found)]
+                        found.tokens[place] = chosen[self._numbers[id(found)]][-1].token
             return self._choices
 
 
@@ -364,14 +357,14 @@ class CudaDecoder(Decoder):
         for result in results:
             result.wait()
             result.keep_hidden(self.config.hidden)
-            tokens = result.tokens
+            tokens: list[int] = result.tokens.tolist()
             for number, places in result.numbers.items():
                 sampler, draft = samplers[number], drafts[number]
                 if number in result.places:
                     chosen[number] = sampler.accept(result.logits(number, self.config.vocabulary), draft)
                 else:
-                    picked = [int(token) for token in tokens[places.start : places.stop]]
-                    right = right_tokens(picked, draft)
+                    picked = tokens[places.start : places.stop]
+                    right = right_tokens(picked, draft) if draft else 0
                     for _ in range(right):  # the first one's random number was counted when the step was submitted
                         sampler.move_on()
                     chosen[number] = [sampler.choice(token) for token in picked[: right + 1]]
@@ -423,8 +416,9 @@ class CudaDecoder(Decoder):
                     if tokens == [PENDING]:
                         cast("CudaCache", cache).choosing.tokens()
             self._steps.grow(sequences)
+            context = self.config.context
             for cache, tokens in passages:
-                positions, context = len(cache.tokens) + len(tokens), self.config.context
+                positions = len(cache.tokens) + len(tokens)
                 if positions > context:
                     problem = f"tokens and cache hold {positions} tokens; the model's context is {context}"
                     raise ModelError(failure("llm.run", problem))
@@ -488,15 +482,18 @@ class CudaDecoder(Decoder):
 
     def _pieces(self, passages: Sequence[Passage]) -> list[Fed]:
         """Where a sequence is cut does not depend on those beside it. The first pieces of all come first."""
-        pieces = list[tuple[int, Fed]]()
+        pieces, later = list[Fed](), list[tuple[int, Fed]]()
         for number, (cache, tokens) in enumerate(passages):
             assert isinstance(cache, CudaCache)
             for start in range(0, len(tokens), self.chunk):
                 part = tokens[start : start + self.chunk]
                 ends = self.ends_in(len(cache.tokens) + start, part)
-                last = start + len(part) == len(tokens)
-                pieces.append((start, Fed(cache, part, number, last, ends)))
-        return [piece for _, piece in sorted(pieces, key=lambda each: each[0])]
+                piece = Fed(cache, part, number, start + len(part) == len(tokens), ends)
+                if start:
+                    later.append((start, piece))
+                else:
+                    pieces.append(piece)
+        return [*pieces, *(piece for _, piece in sorted(later, key=lambda each: each[0]))]
 
     def _groups(self, decoding: Sequence[Fed], prompts: Sequence[Fed]) -> Iterator[tuple[list[Fed], list[Fed]]]:
         """What goes into one step: as much as its memory has room for, and of a sequence one piece."""

@@ -18,7 +18,8 @@ from billfish.llm.cuda_states import SequenceStates, StatePool
 from billfish.llm.kv_cache import Cache, NoRoom, PageCounts, PagedMemory
 from billfish.models.description import Model
 
-SLAB_BYTES = 1 << 26  # that are allocated at once, at least
+SLAB_BYTES = 1 << 26  # that are allocated at once, at least,
+SLAB_SHARE = 16  # and as much as there is already, up to this part of what is left
 LEFT_BYTES, LEFT_SHARE = 1 << 30, 10  # of free memory, for steps: so many bytes, or a tenth, but at most half of it
 KEPT_PAGES = 4  # before a window, so that a sequence can be cut back a little
 
@@ -42,6 +43,7 @@ class PagePool:
         self.page_bytes, self._ordinal, self._budget = page_bytes, ordinal, budget
         self._lock = RLock()  # a cache that is collected in the middle of `take` gives its pages back in there
         self._slabs: list[Buffer] = []
+        self._pages = 0  # of all slabs
         self._free: list[int] = []
         self._others: dict[int, int] = {}  # of pages that several sequences have: how many, beside the first
 
@@ -84,7 +86,7 @@ class PagePool:
     @property
     def used(self) -> int:
         """Pages that somebody has."""
-        return sum(slab.nbytes // self.page_bytes for slab in self._slabs) - len(self._free)
+        return self._pages - len(self._free)
 
     def fill(self, pages: int) -> None:
         """Take memory for so many pages, used and free ones together."""
@@ -94,15 +96,18 @@ class PagePool:
                 self._grow(missing)
 
     def _grow(self, missing: int) -> None:
-        pages, left = max(missing, SLAB_BYTES // self.page_bytes), self._budget.left(self.page_bytes)
+        left = self._budget.left(self.page_bytes)
         if left is not None and left < missing:
             raise NoRoom(f"The KV cache is full: there is no room for {missing * PAGE} more positions.")
+        most = free_bytes(self._ordinal) // self.page_bytes if left is None else left
+        pages = max(missing, SLAB_BYTES // self.page_bytes, min(self._pages, most // SLAB_SHARE))
         for count in dict.fromkeys((pages if left is None else min(pages, left), missing)):
             try:
                 slab = Buffer(count * self.page_bytes, self._ordinal)
             except OutOfMemory:
                 continue
             self._slabs.append(slab)
+            self._pages += count
             self._budget.taken += slab.nbytes
             self._free += [slab.pointer + i * self.page_bytes for i in range(count)]
             return
@@ -170,12 +175,13 @@ class PageList:
 
     def reserve(self, count: int) -> None:
         """Make room for so many pages, or as many as stay beside a window."""
+        if not self.table.window:  # it has all pages from the first one on
+            if count > len(self.pages):
+                self.pages += self._pool.take(count - len(self.pages))
+            return
         missing = self._kept(count) - len(self._spare) - sum(map(bool, self.pages))
         if missing > 0:
             self._spare += self._pool.take(missing)
-        if not self.table.window:
-            self.pages += self._spare
-            self._spare = []
 
     def missing(self, start: int, positions: int, count: int) -> int:
         """How many pages `reserve` and `expect` would take, for a step of `count` rows from position `start` on."""
@@ -319,7 +325,8 @@ class CudaCache(Cache):
     def expect(self, count: int) -> None:
         """So many rows are about to come behind the tokens that are there. There is room for them."""
         for pages in self.lists:
-            self._copy(pages, pages.expect(len(self.tokens), count))
+            if copies := pages.expect(len(self.tokens), count):
+                self._copy(pages, copies)
 
     def fits(self, positions: int, count: int, spare: int) -> bool:
         start, more = len(self.tokens), pages_for(spare)
@@ -358,7 +365,8 @@ class CudaCache(Cache):
         assert isinstance(other, CudaCache)
         capacity, self._capacity = self._capacity, 0
         for own, theirs in zip(self.lists, other.lists, strict=True):
-            self._copy(own, own.share(theirs, positions))
+            if copies := own.share(theirs, positions):
+                self._copy(own, copies)
         if self.states is not None and other.states is not None:
             with self._pool.steps, current(self._pool.stream.ordinal):
                 self.states.copy(other.states, positions)
@@ -366,8 +374,6 @@ class CudaCache(Cache):
 
     def _copy(self, pages: PageList, copies: Sequence[tuple[int, int]]) -> None:
         """Copy pages, behind whatever was launched."""
-        if not copies:
-            return
         stream = self._pool.stream
         with self._pool.steps, current(stream.ordinal):
             for to, source in copies:

@@ -18,12 +18,15 @@ import numpy as np
 from billfish.backends.cuda.block import DeviceBlock
 from billfish.backends.cuda.compile import check_compiler
 from billfish.backends.cuda.decoder import DeviceDecoder
+from billfish.backends.cuda.dense import DeviceDense
 from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import Buffer, OutOfMemory, Stream, copy_in, copy_there, current, device, synchronize
 from billfish.backends.cuda.embedding import DeviceEmbedding
+from billfish.backends.cuda.experts import DeviceExperts
 from billfish.backends.cuda.input_sums import DeviceRows, DeviceSums
-from billfish.backends.cuda.launcher import DeviceMatrix, Launcher
+from billfish.backends.cuda.launcher import DeviceMatrix, Launcher, RoutedRows
 from billfish.backends.cuda.memory import as_tensor
+from billfish.backends.cuda.mixture_step import DeviceDenseAndMixture, DeviceMixture, DeviceRouter
 from billfish.backends.cuda.step_memory import PAGE, Batch
 from billfish.core.errors import BackendUnavailable, failure
 from billfish.llm.cpu import Enough
@@ -120,11 +123,15 @@ class CudaLayers:
             self._turn = 1 - self._turn
             return steps.normalized(hidden, self._normalized[self._turn].pointer)
 
-    def sums(self, shape: Sequence[int], outer: bool, cross: bool) -> CudaSums:
-        """For the inputs [K] of a layer's matrices."""
-        [k] = shape
-        with self._room():
-            return CudaSums(DeviceSums(k, outer, cross, self._ordinal), self._launcher, self._stream)
+    def sums(self, shape: Sequence[int], outer: bool, cross: bool) -> CudaSums | CudaExpertSums:
+        """For the inputs [K] of a layer's matrices, or [E, K] of stacks of experts."""
+        *experts, k = shape
+
+        def made() -> CudaSums:
+            with self._room():
+                return CudaSums(DeviceSums(k, outer, cross, self._ordinal), self._launcher, self._stream)
+
+        return CudaExpertSums(experts[0], k, outer, made) if experts else made()
 
     def keep(self, widths: Mapping[int, int], tokens: int) -> KeptRows:
         """Memory for inputs [tokens, width], by number."""
@@ -178,10 +185,7 @@ class LayerSteps(CudaSteps):
         super().__init__(decoder, stream, scratch, chunk=chunk, most_rows=chunk + 1, pages=-(-context // PAGE))
         self._layer, self._prepared = layer, set[Batch]()
         [self.block] = decoder.blocks
-        *first, output = self.block.mixer.matrices
-        *opening, down = self.block.feed_forward.matrices
-        numbered = (first, [output], opening, [down])  # as `LayerInput` of the CPU's decoder
-        self._numbers = {id(matrix): number for number, part in enumerate(numbered) for matrix in part}
+        self._numbers = numbers_of(self.block)
 
     def leaving(self, cache: CudaCache, states: Floats, observe: ObserveRows | None) -> Floats:
         """What leaves the layer, of hidden states [rows, hidden] behind those that the cache has."""
@@ -195,11 +199,22 @@ class LayerSteps(CudaSteps):
                 self._prepared.add(batch)
             self._layers.run_from(self._stream.pointer, self.memory, batch, self._entering)
 
-    def _seen(self, matrix: DeviceMatrix, x: int, rows: int) -> None:
-        """Rows that fill up a step are nobody's."""
-        if self._observe is not None:
-            real, k = len(self._entering), matrix.weights.shape[1]
-            self._observe(self._layer, self._numbers[id(matrix)], -1, DeviceRows(x, real, k))
+    def _seen(self, weights: object, x: int, rows: int, routed: RoutedRows | None) -> None:
+        """Rows that fill up a step are nobody's. They come last, also of an expert."""
+        number, real = self._numbers.get(id(weights)), len(self._entering)
+        if self._observe is None or number is None:
+            return
+        if routed is None:
+            assert isinstance(weights, (DeviceMatrix, DeviceRouter))
+            self._observe(self._layer, number, -1, DeviceRows(x, real, weights.weights.shape[1]))
+            return
+        assert isinstance(weights, DeviceExperts)
+        k, firsts = weights.shape[2], np.flatnonzero(np.diff(routed.experts, prepend=-1)).tolist()
+        for first, end in zip(firsts, [*firsts[1:], rows], strict=True):
+            count = int(np.count_nonzero(routed.tokens[first:end] < real))
+            if count:
+                expert = int(routed.experts[first])
+                self._observe(self._layer, number, expert, DeviceRows(x + 2 * first * k, count, k))
 
     def normalized(self, hidden: Floats, to: int) -> DeviceRows:
         """Hidden states behind the last norm, at the address `to`."""
@@ -208,6 +223,27 @@ class LayerSteps(CudaSteps):
         self._layers.finish(stream, self.memory, len(hidden), added=False)
         copy_there(to, self.memory.at("x"), rows.nbytes, stream)
         return rows
+
+
+def numbers_of(block: DeviceBlock) -> dict[int, int]:
+    """Which LayerInput of the CPU's decoder weights multiply, by their id. A router is left out where the shared expert
+    multiplies the same."""
+    part, found = block.feed_forward, dict[int, Sequence[object]]()
+    *first, output = block.mixer.matrices
+    mixture = part.mixture if isinstance(part, DeviceDenseAndMixture) else part
+    dense = part.dense if isinstance(part, DeviceDenseAndMixture) else part
+    if isinstance(mixture, DeviceMixture):
+        found = {4: mixture.gate_up, 5: [mixture.down]}
+        if mixture is not part:
+            found[6] = [mixture.router]
+        elif mixture.shared is None:
+            found[2] = [mixture.router]
+        else:
+            dense = mixture.shared
+    if isinstance(dense, DeviceDense):
+        found |= {2: dense.gate_up, 3: [dense.down]}
+    found |= {0: first, 1: [output]}
+    return {id(weights): number for number, numbered in found.items() for weights in numbered}
 
 
 class CudaSums:
@@ -250,6 +286,38 @@ class CudaSums:
             synchronize(stream)
             outer, cross = self._sums.outer(stream), self._sums.cross(stream)
             known = InputStatistics(self._sums.squares(stream), np.array(self._count), outer, cross)
+        known.check(name)
+        return known
+
+
+class CudaExpertSums:
+    """The same of each expert's x. Of experts that no rows come for, nothing is on the GPU."""
+
+    def __init__(self, experts: int, k: int, outer: bool, made: Callable[[], CudaSums]) -> None:
+        self._experts, self._k, self._outer, self._made = experts, k, outer, made
+        self._sums = dict[int, CudaSums]()
+
+    def add(self, rows: DeviceRows, expert: int | None = None) -> None:
+        assert expert is not None
+        if expert not in self._sums:
+            self._sums[expert] = self._made()
+        self._sums[expert].add(rows)
+
+    def add_cross(self, rows: DeviceRows, truth: DeviceRows) -> None:
+        raise AssertionError("a stack of experts has no float model beside it")
+
+    def finish(self, name: str) -> InputStatistics:
+        """The statistics; raises for inputs that were not finite."""
+        known = InputStatistics(
+            np.zeros((self._experts, self._k)),
+            np.zeros(self._experts, np.int64),
+            np.zeros((self._experts, self._k, self._k), np.float32) if self._outer else None,
+        )
+        for expert, sums in self._sums.items():
+            found = sums.finish(name)
+            known.squares[expert], known.counts[expert] = found.squares, found.counts
+            if known.outer is not None:
+                known.outer[expert] = found.outer
         known.check(name)
         return known
 

@@ -169,11 +169,10 @@ COLDEST = 1e-30  # of temperatures: below it, all but the best token have no cha
 
 def choices(samplers: Sequence[Sampler], counts: Sequence[int] | None = None) -> NDArray[Any]:
     """How the next tokens are chosen, as the GPU takes it. counts: of each sampler; None: one token of each."""
-
-    def rows(s: Sampler, count: int) -> list[tuple[float, float, float, int, int, int, float]]:
-        temperature = s.how.temperature if s.how.temperature > COLDEST else 0.0
-        how = temperature, s.how.top_p, s.how.min_p, min(s.how.top_k, 2**31 - 1), 0, 0
-        return [(*how, random) for random in s.upcoming(count)]
-
-    each = zip(samplers, [1] * len(samplers) if counts is None else counts, strict=True)
-    return np.array([row for sampler, count in each for row in rows(sampler, count)], CHOICE)
+    rows = list[tuple[float, float, float, int, int, int, float]]()
+    for sampler, count in zip(samplers, [1] * len(samplers) if counts is None else counts, strict=True):
+        how = sampler.how
+        temperature = how.temperature if how.temperature > COLDEST else 0.0
+        limits = temperature, how.top_p, how.min_p, min(how.top_k, 2**31 - 1), 0, 0
+        rows += [(*limits, random) for random in sampler.upcoming(count)]
+    return np.array(rows, CHOICE)

@@ -1,8 +1,12 @@
 """Steps on a GPU: one pass over all layers, for the next tokens of some sequences and for prompts of others.
 
 What the host knows of a step is written into pinned memory and goes to the device in one copy. Tables of pages stay
-there, a row for each sequence; only pages that are new are sent. Nothing waits for the device: a sequence can be fed
-the token that the step before is still choosing.
+there, a row for each sequence; only pages that are new are sent, those of all sequences together. Nothing waits for the
+device: a sequence can be fed the token that the step before is still choosing.
+
+Every step begins with the copy of its inputs, and its first kernel starts when that copy is done. So no kernel of a
+step waits for another one before it reads inputs or tables of pages (rotate.cu and attend.cu do so before
+griddepcontrol.wait): nothing writes them while a step runs. Pages that are new are sent before the inputs.
 
 The number of rows is padded to one of a few sizes. The launches of a size are recorded once, as a program in native
 code. Where all sequences decode, they are a CUDA graph.
@@ -15,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +39,15 @@ from billfish.backends.cuda.driver import (
     synchronize,
 )
 from billfish.backends.cuda.recurrent import Chunk, chunk_inputs
-from billfish.backends.cuda.step_memory import CHOICE, Batch, StepMemory, input_layout, input_views
+from billfish.backends.cuda.step_memory import (
+    CHOICE,
+    MOST_NEW_PAGES,
+    NEW_PAGE,
+    Batch,
+    StepMemory,
+    input_layout,
+    input_views,
+)
 from billfish.llm.cuda_blocks import SequenceLayout
 from billfish.llm.cuda_kv_cache import CudaCache
 from billfish.llm.cuda_sampling import LateResult, LateRow, LateSampling, Staging, choices
@@ -86,12 +98,21 @@ class TableRow:
     `chosen`."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.used = number, 0
-        self.owner: weakref.ref[CudaCache] | weakref.ref[Scratch] | None = None
+        self.number = number
+        self.owner: weakref.ref[CudaCache] | None = None
         self.pages: dict[int, list[int]] = {}  # by table
 
-    def belongs_to(self, cache: CudaCache | Scratch) -> bool:
+    def belongs_to(self, cache: CudaCache) -> bool:
         return self.owner is not None and self.owner() is cache
+
+
+class Change(NamedTuple):
+    """Pages of a sequence, of which the device does not know those from number `first` on."""
+
+    row: TableRow
+    table: int
+    first: int
+    pages: list[int]
 
 
 class ScratchPages(NamedTuple):
@@ -102,7 +123,6 @@ class Scratch:
     """What rows write to that fill up a step: a sequence of one page of each table, with recurrent states."""
 
     def __init__(self, layout: SequenceLayout, ordinal: int) -> None:
-        self.row: Any = None
         self._memory = [Buffer(table.page_bytes, ordinal) for table in layout.tables]
         self._states = Buffer(layout.state_bytes, ordinal) if layout.state_bytes else None
         self.lists: list[Any] = [ScratchPages([buffer.pointer]) for buffer in self._memory]
@@ -229,10 +249,9 @@ class CudaSteps:
             # Rows of the last two steps stay: the next one may feed tokens that are chosen there.
             numbers = 3 * self.sequences
             self.memory = self._layers.step(rows, numbers + 1, self._pages, scored)
-            self._rows = [TableRow(i) for i in range(numbers)]
+            self._rows = OrderedDict((i, TableRow(i)) for i in range(numbers))  # the one used longest ago first
             self._scratch_row = TableRow(numbers)
-            self._scratch_row.owner = weakref.ref(self._scratch)
-            self._scratch.row, self._results = self._scratch_row, []
+            self._results = []
         return self.memory
 
     def destroy_graphs(self) -> None:
@@ -240,24 +259,20 @@ class CudaSteps:
             check(driver().cuGraphExecDestroy(graph), "a graph")
         self._graphs.clear()
 
-    def _row_of(self, cache: CudaCache | Scratch) -> TableRow:
+    def _row_of(self, cache: CudaCache) -> TableRow:
         """The row of a cache; that of another one which was used longest ago, if it has none."""
         row: TableRow = cache.row
         if not self.knows(cache):
-            row = min(self._rows, key=lambda row: row.used)
-            row.owner, row.pages = weakref.ref(cast("CudaCache", cache)), {}
+            row = next(iter(self._rows.values()))
+            row.owner, row.pages = weakref.ref(cache), {}
             cache.row = row
-        row.used = self._count
+        self._rows.move_to_end(row.number)
         return row
 
-    def _at(self, number: int) -> TableRow | None:
-        if number == self._scratch_row.number:
-            return self._scratch_row
-        return self._rows[number] if number < len(self._rows) else None
-
-    def knows(self, cache: CudaCache | Scratch) -> bool:
+    def knows(self, cache: CudaCache) -> bool:
         """Whether the token that was chosen last for a cache is on the device."""
-        return cache.row is not None and cache.row.belongs_to(cache) and self._at(cache.row.number) is cache.row
+        row: TableRow | None = cache.row
+        return row is not None and row.belongs_to(cache) and self._rows.get(row.number) is row
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
@@ -278,8 +293,8 @@ class CudaSteps:
             each.cache.expect(len(each.tokens))
         chunks = self._prepare_states(decoding, prompts)
         batch = self._batch(decoding, prompts, samplers, chunks[len(decoding) :])
-        staging, views, changes = self._stage(batch, [each.cache for each in fed])
-        places = self._fill(views, batch, decoding, prompts, samplers)
+        staging, views, slots, changes = self._stage(batch, fed)
+        places = self._fill(views, batch, decoding, prompts, slots, samplers)
         for name, values in chunk_inputs(batch.decoding, chunks[len(decoding) :]).items() if chunks else ():
             views[name][:] = values
         self._send(staging, batch, changes)
@@ -293,10 +308,11 @@ class CudaSteps:
         late = {number: rows.start for number, rows in with_scores.items() if len(rows) == 1}
         # Whether a row behind a draft counts, and its penalties and mask, depend on the rows before it: the host looks.
         drafted = {number: rows for number, rows in with_scores.items() if number not in late}
-        slots = {each.number: self._row_of(each.cache).number for each in fed}
-        result.late = {number: LateRow(row, slots[number]) for number, row in late.items()}
+        slot_of = {each.number: slot for each, slot in zip(fed, slots, strict=True) if each.number in late}
+        result.late = {number: LateRow(row, slot_of[number]) for number, row in late.items()}
         result.numbers = {number: rows for number, rows in asked.items() if number not in late}
-        if kept := [(cache, rows) for cache, rows in rows_in(batch, decoding, prompts) if cache.hidden is not None]:
+        if any(each.cache.hidden is not None for each in fed):
+            kept = [(cache, rows) for cache, rows in rows_in(batch, decoding, prompts) if cache.hidden is not None]
             self._layers.finish(self._stream.pointer, step, max(rows.stop for _, rows in kept))  # adds the last product
             result.fetch_hidden(self._stream, step, kept, self._layers.hidden)
         result.fetch(self._stream, step, drafted, self._layers.vocabulary)
@@ -322,8 +338,8 @@ class CudaSteps:
             each.cache.expect(len(each.tokens))
         chunks = self._prepare_states([], fed)
         batch = self._batch([], fed, {}, chunks)
-        staging, views, changes = self._stage(batch, [each.cache for each in fed])
-        self._fill(views, batch, [], fed, {})
+        staging, views, slots, changes = self._stage(batch, fed)
+        self._fill(views, batch, [], fed, slots, {})
         for name, values in chunk_inputs(0, chunks).items() if chunks else ():
             views[name][:] = values
         self._send(staging, batch, changes)
@@ -371,22 +387,22 @@ class CudaSteps:
         )
 
     def _stage(
-        self, batch: Batch, caches: Sequence[CudaCache | Scratch]
-    ) -> tuple[Staging, dict[str, NDArray[Any]], list[tuple[TableRow, int, int, list[int]]]]:
-        """Memory to send the step from, its parts, and pages that the device does not know: the row, the table, the
-        first of them, and all pages of the sequence."""
-        changes = list[tuple[TableRow, int, int, list[int]]]()
-        for cache in (*caches, self._scratch):
-            row = self._row_of(cache)
+        self, batch: Batch, fed: Sequence[Fed]
+    ) -> tuple[Staging, dict[str, NDArray[Any]], list[int], list[Change]]:
+        """Memory to send the step from, its parts, the slots of the sequences, and pages that the device does not
+        know."""
+        rows, changes = [self._row_of(each.cache) for each in fed], list[Change]()
+        caches: list[CudaCache | Scratch] = [*(each.cache for each in fed), self._scratch]
+        for row, cache in zip((*rows, self._scratch_row), caches, strict=True):
             for table, each in enumerate(cache.lists):
                 known, pages = row.pages.get(table, []), each.pages[: self._pages]
                 if pages != known:
                     first = next((i for i, (a, b) in enumerate(zip(pages, known, strict=False)) if a != b), len(known))
-                    changes.append((row, table, min(first, len(pages)), pages))
-        pages_bytes = sum(8 * (len(pages) - first) for *_, first, pages in changes)
+                    changes.append(Change(row, table, min(first, len(pages)), pages))
+        new_pages = sum(len(change.pages) - change.first for change in changes)
         staging = self._stagings[self._count % self.STAGINGS]
-        memory = staging.take(input_layout(batch)[1] + pages_bytes)
-        return staging, input_views(batch, memory.array), changes
+        memory = staging.take(input_layout(batch)[1] + NEW_PAGE.itemsize * new_pages)
+        return staging, input_views(batch, memory.array), [row.number for row in rows], changes
 
     def _fill(
         self,
@@ -394,30 +410,35 @@ class CudaSteps:
         batch: Batch,
         decoding: Sequence[Fed],
         prompts: Sequence[Fed],
+        slots: Sequence[int],
         samplers: Mapping[int, Sampler],
     ) -> dict[int, range]:
-        """Write the inputs of a step: the scored rows of each passage that has some. Rows without a token, up to the
-        size of the step, are tokens of the scratch sequence at position 0."""
+        """Write the inputs of a step: the scored rows of each passage that has some. slots: of the sequences. Rows
+        without a token, up to the size of the step, are tokens of the scratch sequence at position 0."""
         scratch, count = self._scratch_row.number, rows_of(decoding)
         tokens, positions, sequences, blocks = (views[name] for name in ("tokens", "positions", "sequences", "blocks"))
         tokens[:], positions[:], sequences[:] = 0, 0, scratch
-        of_sequence = [(self._row_of(each.cache).number, len(each.cache.tokens), each.tokens) for each in decoding]
-        rows = [(token, first + i, number) for number, first, fed in of_sequence for i, token in enumerate(fed)]
-        tokens[:count] = [~number if token == PENDING else token for token, _, number in rows]
-        positions[:count] = [position for _, position, _ in rows]
-        sequences[:count] = [number for *_, number in rows]
+        lengths = np.array([len(each.tokens) for each in decoding], np.int32)
+        starts, whose = np.cumsum(lengths) - lengths, np.repeat(np.arange(len(decoding)), lengths)
+        before = np.array([len(each.cache.tokens) for each in decoding], np.int32)
+        fed = np.array([token for each in decoding for token in each.tokens], np.int32)
+        sequences[:count] = np.array(slots[: len(decoding)], np.int32)[whose]
+        positions[:count] = (before - starts)[whose] + np.arange(count)
+        tokens[:count] = np.where(fed == PENDING, ~sequences[:count], fed)
         blocks[:] = 0, 0, scratch, 0
         decodes = blocks[: batch.decoding].T
         decodes[0], decodes[1] = np.arange(batch.decoding), 1
         decodes[2], decodes[3] = sequences[: batch.decoding], positions[: batch.decoding]
         views["states"][:] = self._scratch.state
-        views["states"][:count] = [state for each in decoding for state in each.cache.row_states(len(each.tokens))]
+        if self._scratch.state:
+            views["states"][:count] = [state for each in decoding for state in each.cache.row_states(len(each.tokens))]
         views["counts"][:] = 1
-        views["counts"][:count] = [len(each.tokens) * (i == 0) for each in decoding for i in range(len(each.tokens))]
+        views["counts"][:count] = 0
+        views["counts"][starts] = lengths
         row, of_prompts, ends = batch.decoding, list[tuple[int, int, int, int]](), list[tuple[int, int]]()
         size = self._layers.query_block
         for i, (cache, part, number, *_) in enumerate(prompts):
-            first, end, sequence = len(cache.tokens), len(cache.tokens) + len(part), self._row_of(cache).number
+            first, end, sequence = len(cache.tokens), len(cache.tokens) + len(part), slots[len(decoding) + i]
             tokens[row : row + len(part)] = part
             positions[row : row + len(part)] = np.arange(first, end)
             sequences[row : row + len(part)] = sequence
@@ -429,7 +450,7 @@ class CudaSteps:
                 ends.append((number, row - 1))
         of_prompts.sort(key=lambda block: -block[3])  # those with the most keys start first
         blocks[batch.decoding : batch.decoding + len(of_prompts)] = of_prompts or np.empty((0, 4))
-        return self._fill_choices(views, batch, decoding, ends, prompts, samplers)
+        return self._fill_choices(views, batch, decoding, ends, prompts, slots, samplers)
 
     def _fill_choices(
         self,
@@ -438,6 +459,7 @@ class CudaSteps:
         decoding: Sequence[Fed],
         ends: Sequence[tuple[int, int]],
         prompts: Sequence[Fed],
+        slots: Sequence[int],
         samplers: Mapping[int, Sampler],
     ) -> dict[int, range]:
         """A sequence with a draft has its tokens chosen in no slot: the next one to feed is known when all are read."""
@@ -453,28 +475,42 @@ class CudaSteps:
             row += len(each.tokens)
         places |= {number: range(batch.decoding + i, batch.decoding + i + 1) for i, (number, _) in enumerate(ends)}
         now = {number for number, sampler in samplers.items() if not sampler.needs_scores}
-        chosen = [each for each in (*decoding, *prompts) if each.number in now]
-        which = [place for each in chosen for place in places[each.number]]
-        how[which] = choices([samplers[each.number] for each in chosen], [len(places[each.number]) for each in chosen])
-        alone = [each for each in chosen if len(places[each.number]) == 1]
-        how["slot"][[places[each.number].start for each in alone]] = [self._row_of(each.cache).number for each in alone]
+        both = zip((*decoding, *prompts), slots, strict=True)
+        chosen = [(samplers[each.number], places[each.number], slot) for each, slot in both if each.number in now]
+        which = [place for _, own, _ in chosen for place in own]
+        how[which] = choices([sampler for sampler, *_ in chosen], [len(own) for _, own, _ in chosen])
+        alone = [(own.start, slot) for _, own, slot in chosen if len(own) == 1]
+        how["slot"][[place for place, _ in alone]] = [slot for _, slot in alone]
         return places
 
-    def _send(self, staging: Staging, batch: Batch, changes: Sequence[tuple[TableRow, int, int, list[int]]]) -> None:
-        """One copy of the inputs, and one for pages of a sequence that are new."""
-        step, copy, stream = self.memory, driver().cuMemcpyHtoDAsync, self._stream.pointer
-        nbytes = input_layout(batch)[1]
+    def _send(self, staging: Staging, batch: Batch, changes: Sequence[Change]) -> None:
+        """New pages, and one copy of the inputs. Kernels of the step start behind that copy, and read both at once."""
+        nbytes, stream = input_layout(batch)[1], self._stream.pointer
         memory = staging.take(nbytes)
-        check(copy(step.at("inputs"), memory.pointer, nbytes, stream), "copying to the device")
+        if changes:
+            self._send_pages(memory, nbytes, changes)
+        sent = driver().cuMemcpyHtoDAsync(self.memory.at("inputs"), memory.pointer, nbytes, stream)
+        check(sent, "copying to the device")
+        staging.sent.record(stream)
+
+    def _send_pages(self, memory: Pinned, start: int, changes: Sequence[Change]) -> None:
+        """Pages of all sequences that are new: one copy and one launch for up to MOST_NEW_PAGES. start: where memory is
+        free."""
+        step, stream, size = self.memory, self._stream.pointer, NEW_PAGE.itemsize
+        new = list[tuple[int, int]]()
         for row, table, first, pages in changes:
             row.pages.pop(table, None)  # if this is interrupted
-            new, to = pages[first:], step.pages(table, row.number) + 8 * first
-            memory.array[nbytes : nbytes + 8 * len(new)].view(np.uint64)[:] = new
-            if new:
-                check(copy(to, memory.pointer + nbytes, 8 * len(new), stream), "copying to the device")
-            nbytes += 8 * len(new)
-            row.pages[table] = list(pages)
-        staging.sent.record(stream)
+            place = step.page_place(table, row.number)
+            new += [(place + i, pages[i]) for i in range(first, len(pages))]
+        memory.array[start : start + size * len(new)].view(NEW_PAGE)[:] = new
+        for done in range(0, len(new), MOST_NEW_PAGES):
+            count = min(MOST_NEW_PAGES, len(new) - done)
+            source = memory.pointer + start + size * done
+            sent = driver().cuMemcpyHtoDAsync(step.at("new_pages"), source, size * count, stream)
+            check(sent, "copying to the device")
+            self._layers.set_pages(stream, step, count)
+        for row, table, _, pages in changes:
+            row.pages[table] = pages
 
     # ---- programs and graphs ----------------------------------------------------------------------------------------
 
@@ -516,8 +552,8 @@ class CudaSteps:
                 batch = Batch(size, size, scored=size, long=long)
                 if (batch, activations, invariant) not in self._graphs:
                     self._count += 1
-                    staging, views, changes = self._stage(batch, [])
-                    self._fill(views, batch, [], [], {})
+                    staging, views, slots, changes = self._stage(batch, [])
+                    self._fill(views, batch, [], [], slots, {})
                     self._send(staging, batch, changes)
                     self._issue(batch, activations)
         rows = self.memory.rows

@@ -16,7 +16,7 @@ from billfish.core.extras import how_to_install
 from billfish.core.machine import memory_bytes
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.model_weights import CALL, ModelTensors
-from billfish.models.description import Attention, Dense, Model
+from billfish.models.description import Attention, Dense, Mixture, Model
 
 LOG = logging.getLogger(__name__)
 DEVICES = "cpu, cuda, cuda:N, metal, metal-emulator, or auto (the first GPU, else the CPU)"
@@ -71,7 +71,8 @@ def make_decoder(device: str, tensors: ModelTensors) -> Decoder:
 def device_of_layers(call: str, device: str, model: Model) -> str:
     """Where a text runs through a model layer by layer, as for statistics: "cpu", "cuda:N" or "metal". Of "auto", a GPU
     if it can; another device that cannot is an error."""
-    chosen, strange = chosen_device(device), why_not_layers(model)
+    chosen = chosen_device(device)
+    strange = why_not_layers(model, chosen)
     reason = f"{chosen} cannot calibrate {strange}" if strange and chosen != "cpu" else ""
     if reason and device != "auto":
         raise BackendUnavailable(failure(call, reason, "Use device cpu."))
@@ -80,7 +81,7 @@ def device_of_layers(call: str, device: str, model: Model) -> str:
     return "cpu" if reason else chosen
 
 
-def why_not_layers(model: Model) -> str:
+def why_not_layers(model: Model, device: str) -> str:
     """What of a model cannot be observed on a GPU, or ""."""
     if model.encoder is not None:
         return "encoders"
@@ -88,9 +89,12 @@ def why_not_layers(model: Model) -> str:
         return "models with embeddings per layer"
     if any(isinstance(block.mixer, Attention) and block.mixer.shares is not None for block in model.blocks):
         return "models whose layers share keys and values"
-    if any(not isinstance(block.feed_forward, Dense) for block in model.blocks):
+    parts = [block.feed_forward for block in model.blocks if not isinstance(block.feed_forward, Dense)]
+    if parts and device in METAL:
         return "mixtures of experts"
-    return ""
+    sizes = [part.size if isinstance(part, Mixture) else part.mixture.size for part in parts]
+    odd = next((size for size in sizes if size % 8), None)
+    return "" if odd is None else f"experts of {odd} numbers, which is no multiple of 8"
 
 
 def chosen_device(device: str) -> str:

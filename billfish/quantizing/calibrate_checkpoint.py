@@ -51,7 +51,7 @@ from billfish.llm.model_weights import ExpertTensor, ModelTensors, Tensor
 from billfish.models import describe
 from billfish.models.description import Attention, Matrix, Stack
 from billfish.ops.matmul import dequantize
-from billfish.ops.quantization import quantize
+from billfish.ops.quantization import quantize, sent_for_gptq
 from billfish.statistics.inputs import CALL, InputStatistics, Sums
 from billfish.statistics.statistics import Statistics
 from billfish.statistics.statistics_file import About, Inputs, StatisticsPart, check_suffix, output_file
@@ -377,7 +377,10 @@ class Layers:
     def _for_gptq(self, found: InputStatistics, name: str, sums: Any) -> dict[str, Any]:
         """What `quantize` is told of inputs; where it runs on a GPU, of sums that are there."""
         known: dict[str, Any] = {"importance": found.importance()}
-        if self._calibration.gptq_device != "cpu":
+        gptq_device = self._calibration.gptq_device
+        if gptq_device != "cpu" and found.counts.ndim:  # experts that no token took have the mean of the others
+            return known | {"hessian": sent_for_gptq(CALL, found.hessian(name), gptq_device)}
+        if gptq_device != "cpu":
             further: dict[str, Any] = sums.for_gptq()
             return known | further
         return known | {"hessian": found.hessian(name), "cross": found.mean_cross(name)}

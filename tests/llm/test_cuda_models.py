@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 
+import cuda_numpy
 import numpy as np
 import pytest
 from cases import first
 from cuda_numpy import NumpyGpu
 from cuda_routing import clear_text, near_ties
 from llm_architectures import MODELS, TOKENS, write_model
+from safetensors.numpy import load_file, save_file
 
 from billfish.llm import load
 from billfish.llm.decoder_base import PENDING
@@ -64,6 +66,33 @@ def test_all_rows_of_a_mixture_are_right_where_no_row_is_near_a_tie(gpu, tmp_pat
     expected, found = cpu.logits(text, activations="exact"), model.logits(text)
     errors = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert errors.max() < LIMIT
+
+
+def test_activations_that_float16_cannot_hold_are_clamped(gpu, tmp_path, monkeypatch):
+    """Values of attention and SwiGLU are beyond 65,504 in every row, and nothing becomes infinite."""
+    write_model(tmp_path, "llama3", max_position_embeddings=256)
+    file = tmp_path / "model.safetensors"
+    large = {
+        name: a * (1e5 if name.endswith(("v_proj.weight", "up_proj.weight")) else 1)
+        for name, a in load_file(file).items()
+    }
+    save_file(large, file, {"format": "pt"})
+    beyond, round_to_half = [0, 0], cuda_numpy.finite
+
+    def watched(x: np.ndarray) -> np.ndarray:
+        beyond[0] += int((np.abs(x) > 65504).sum())
+        made = round_to_half(x)
+        beyond[1] += int((~np.isfinite(made)).sum())
+        return made
+
+    monkeypatch.setattr(cuda_numpy, "finite", watched)
+    model = load(tmp_path, device="cuda")
+    assert np.isfinite(model.logits(TOKENS[:40])).all()
+    cache, sampler = model.cache(), Sampling().sampler()
+    for fed in (TOKENS[:40], TOKENS[40:41], TOKENS[41:42]):
+        model.decoder.choose([(cache, fed)], [sampler], None)
+    assert beyond[0] > 1000
+    assert beyond[1] == 0
 
 
 def check_steps_of_both(model, text, expected, caches):

@@ -5,21 +5,24 @@ from __future__ import annotations
 import gc
 import random
 import threading
+from collections import Counter as Calls
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from cases import first as ordinary
 from cuda_fake_gpu import VOCABULARY, FakeGpu
 from cuda_late import check_late_rows
+from llm_architectures import MODELS
 from llm_architectures import write_model as write_architecture
 from llm_models import Small, write_model
 from serving_http import until
 from serving_support import submit
 
 import billfish as bf
-from billfish.backends.cuda import driver, step_memory
+from billfish.backends.cuda import decoder, driver, step_memory
 from billfish.core.errors import BackendUnavailable
 from billfish.llm import Model, cuda, cuda_kv_cache, cuda_sampling, cuda_steps, load
 from billfish.llm.decoder_base import PENDING
@@ -545,6 +548,189 @@ def test_tiny_temperatures_take_the_best():
 def test_words_of_device():
     with pytest.raises(bf.DataError, match=r"device.*'gpu'.*cpu, cuda, cuda:N"):
         load(device="gpu")
+
+
+# ---- what a step costs the host -----------------------------------------------------------------------------------
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, names: Iterable[str]) -> Calls[str]:
+    """How often these functions of the driver are called from now on."""
+    calls = Calls[str]()
+
+    def counting_calls(name: str, function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            calls[name] += 1
+            return function(*arguments)
+
+        return call
+
+    for name in names:
+        monkeypatch.setattr(gpu, name, counting_calls(name, getattr(gpu, name)))
+    return calls
+
+
+COPIES = ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync")
+
+
+def calls_of_steps(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, model: Model, sequences: int) -> list[Calls[str]]:
+    """What the driver is asked for in each of three steps of so many sequences, which all have a new page in the
+    second one."""
+    monkeypatch.setattr(cuda_kv_cache, "SLAB_BYTES", 0)
+    caches, samplers = (
+        [model.decoder.cache(64) for _ in range(sequences)],
+        [Sampling().sampler() for _ in range(sequences)],
+    )
+    model.decoder.warm(sequences, None)
+    pending = model.decoder.submit([(cache, counting(i, 63)) for i, cache in enumerate(caches)], samplers, None)
+    calls, found = counted(monkeypatch, gpu, (*COPIES, "cuMemAlloc", "cuGraphLaunch")), list[Calls[str]]()
+    for _ in range(3):
+        calls.clear()
+        following = model.decoder.submit([(cache, [PENDING]) for cache in caches], samplers, None)
+        pending.tokens()
+        pending = following
+        found.append(Calls(calls))
+    assert pending.tokens() == [(i + 66) % VOCABULARY for i in range(sequences)]
+    for i, cache in enumerate(caches):
+        check_fed(gpu, counting(i, 66), cache.lists[0].pages)
+    return found
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 40])
+def test_a_step_asks_as_much_of_the_driver_for_any_number_of_sequences(gpu, model, monkeypatch, sequences):
+    """Also where all of them begin a page."""
+    once = Calls(cuMemcpyHtoDAsync=1, cuMemcpyDtoHAsync=1, cuGraphLaunch=1)
+    new_pages = Calls(cuMemcpyHtoDAsync=1, cuMemAlloc=1)
+    assert calls_of_steps(monkeypatch, gpu, model, sequences) == [once, once + new_pages, once]
+
+
+def test_more_new_pages_than_are_sent_together(gpu, model, monkeypatch):
+    monkeypatch.setattr(cuda_steps, "MOST_NEW_PAGES", 3)
+    prompts = [counting(first, 250) for first in (10, 50, 90)]
+    caches, samplers = [model.cache() for _ in prompts], [Sampling().sampler() for _ in prompts]
+    model.decoder.warm(3, None)
+    calls = counted(monkeypatch, gpu, ["cuMemcpyHtoDAsync"])
+    assert model.decoder.choose(list(zip(caches, prompts, strict=True)), samplers, None) == [260, 39, 79]
+    assert calls["cuMemcpyHtoDAsync"] == 1 + 4  # of twelve pages
+    for cache, prompt in zip(caches, prompts, strict=True):
+        check_fed(gpu, prompt, cache.lists[0].pages)
+
+
+def test_memory_for_pages_grows_with_what_is_there_up_to_its_limit(gpu, model, monkeypatch):
+    """Few allocations, and none beyond a share of what is left."""
+    monkeypatch.setattr(cuda_kv_cache, "SLAB_BYTES", 0)
+    pages = model.decoder.pages
+    [pool] = pages.pools
+    pages.limit(pool.page_bytes * 1000, 0)
+    slabs = list[int]()
+    while pool.free + pool.used < 1000:
+        pool.take(1 + pool.free)
+        slabs.append(pool._slabs[-1].nbytes // pool.page_bytes)
+    assert slabs[:6] == [1, 1, 2, 4, 8, 16]
+    assert max(slabs) == (1000 - 64) // 16
+    assert sum(slabs) == 1000
+    with pytest.raises(bf.ModelError, match="KV cache is full"):
+        pool.take(1 + pool.free)
+
+
+def test_the_tokens_of_a_step_are_found_by_sequence(model, monkeypatch):
+    """Not by looking through all sequences for each of them."""
+    made, choices_of = list[int](), cuda.CudaPending.tokens
+    monkeypatch.setattr(cuda.CudaPending, "tokens", lambda pending: made.append(1) or choices_of(pending))
+    caches, samplers = [model.cache() for _ in range(8)], [Sampling().sampler() for _ in range(8)]
+    pending = model.decoder.submit([(cache, [i]) for i, cache in enumerate(caches)], samplers, None)
+    assert pending.tokens() == counting(1, 8)
+    following = model.decoder.submit([(cache, [PENDING]) for cache in reversed(caches)], samplers, None)
+    assert following.tokens() == counting(2, 8)[::-1]
+    assert len(made) == 2  # those of this test
+
+
+def test_every_step_begins_with_the_copy_of_its_inputs(gpu, model, monkeypatch):
+    """rotate.cu and attend.cu read inputs and tables of pages before griddepcontrol.wait. Both are there, as the first
+    kernel of a step starts behind a copy."""
+    done, copy, launch = list[str](), gpu.cuMemcpyHtoDAsync, gpu.launch
+
+    def copied(to: int, *rest: Any) -> tuple:
+        done.append("inputs" if to == model.decoder._steps.memory.at("inputs") else "other numbers")
+        return copy(to, *rest)
+
+    def launched(function: int, *rest: Any) -> None:
+        if gpu.capture is None:
+            done.append(gpu._kernels[function][0])
+        launch(function, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gpu, "cuMemcpyHtoDAsync", copied)
+        patched.setattr(gpu, "launch", launched)
+        tokens_of(model.generate(counting(10, 70), max_tokens=70))
+        model.hidden(counting(5, 40))
+        model.generate_batch([counting(50, 60), counting(100, 20)], max_tokens=9, presence_penalty=0.1)
+        texts, drafts = [counting(50, 1), counting(100, 80), counting(150, 1)], [[51, 52, 9], [], [9, 151]]
+        passages = [(model.cache(), text) for text in texts]
+        model.decoder.submit(passages, [Sampling().sampler() for _ in texts], None, drafts).choices()
+    first = [i for i, name in enumerate(done) if name == "embed.cu"]
+    assert len(first) == len(gpu.fed) > 80
+    assert {done[i - 1] for i in first} == {"inputs"}
+    assert done.count("inputs") == len(first)
+    pages = [i for i, name in enumerate(done) if name == "set_pages.cu"]
+    assert len(pages) >= 4
+    assert {done[i + 1] for i in pages} == {"inputs"}
+
+
+# ---- the same bits in any batch --------------------------------------------------------------------------------------
+
+# Macros that tell how many rows go together. SLOTS is a multiple of TEAMS, which share K in turns.
+OF_ROWS = {"ROWS", "ALONE", "SORTED", "FRESH", "EXPERTS", "SLOTS"}
+ROUTING = {"gather.cu", "route.cu"}  # which move rows
+# Together these have every kind of part.
+OFTEN = ("gpt-oss", "gemma4-moe", "qwen35moe")
+
+
+def plans(model: Model, batch: step_memory.Batch, monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+    """The kernels of a step, without what tells how many rows they have: into how many parts K is split, how many CTAs
+    share the keys of a sequence, and what else decides the order of additions."""
+    heard = set[driver.KernelLaunch]()
+    monkeypatch.setattr(decoder, "compile_together", lambda launches, _: heard.update(launches))
+    steps = model.decoder._steps
+    model.decoder._layers.prepare(steps.memory, batch)
+    found = set[Any]()
+    for launch in heard:
+        if launch.source not in ROUTING:
+            macros = tuple((name, value) for name, value in launch.macros if name not in OF_ROWS)
+            along = launch.name in ("marlin_gemm_small", "marlin_gemm_small_normed") or dict(macros).get("FEW") == "1"
+            cluster = 0 if launch.source == "choose.cu" else launch.cluster  # it adds integers
+            found.add((launch.name, macros, launch.grid[0] if along else 0, cluster))
+    return found
+
+
+@pytest.mark.parametrize("name", ordinary(len(OFTEN), [*OFTEN, *sorted({*MODELS} - {*OFTEN})]))
+def test_a_sequence_has_the_plans_that_it_has_alone(gpu, tmp_path, monkeypatch, name):
+    """With `batch_invariant`: the next token of one, and a prompt, in steps of up to 512 sequences."""
+    for attribute, value in (("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", 232448), ("MULTIPROCESSOR_COUNT", 132)):  # an H200's
+        monkeypatch.setitem(gpu.ATTRIBUTES, attribute, value)
+    gpu.forget()
+    write_architecture(tmp_path, name, max_position_embeddings=256)
+    model = load(tmp_path, device="cuda")
+    steps, layers = model.decoder._steps, model.decoder._layers
+    with driver.current(0):
+        steps.grow(cuda.TOGETHER)
+        states = int(bool(model.decoder._pool.layout.state_bytes))
+
+        def prompts(count: int, rows: int, decoding: int = 0) -> step_memory.Batch:
+            about = {"blocks": 8 * count, "prompts": states * count, "chunks": states * count}
+            return step_memory.Batch(rows, decoding, scored=decoding + count, **about)
+
+        layers.batch_invariant = True
+        alone = plans(model, step_memory.Batch(1, 1, scored=1), monkeypatch)
+        for size in (2, 8, 24, 64, 512):
+            assert plans(model, step_memory.Batch(size, size, scored=size), monkeypatch) == alone
+        prompt = plans(model, prompts(1, 40), monkeypatch)
+        for batch in (prompts(1, 8), prompts(9, 360), prompts(4, 2048)):
+            assert plans(model, batch, monkeypatch) == prompt
+        for batch in (prompts(1, 48, 8), prompts(6, 2560, 512)):
+            assert plans(model, batch, monkeypatch) == alone | prompt
+        layers.batch_invariant = False
+        different = [plans(model, step_memory.Batch(size, size, scored=size), monkeypatch) for size in (1, 64)]
+        assert different[0] != different[1]
 
 
 # ---- drafts ----------------------------------------------------------------------------------------------------------

@@ -208,6 +208,8 @@ class FakeGpu(FakeDriver):
             self.fed.append([(int(t), int(p), int(page)) for t, p, page in zip(tokens, positions, pages, strict=True)])
         elif source == "normalize.cu" and values[3]:
             self._scored = numbers(values[3], grid[0]).copy()
+        elif source == "set_pages.cu":
+            set_pages(*values)
         elif source == "adjust.cu":
             adjust_rows(grid, *values)
             self._adjusted = values[3]
@@ -230,6 +232,12 @@ class FakeGpu(FakeDriver):
         how = numbers(choices, len(tokens) * step_memory.CHOICE.itemsize, ctypes.c_uint8).view(step_memory.CHOICE)
         numbers(picked, len(tokens))[:] = tokens
         numbers(chosen, int(how["slot"].max()) + 1)[how["slot"]] = tokens
+
+
+def set_pages(new_pages: int, tables: int, count: int) -> None:
+    """As set_pages.cu does."""
+    new = numbers(new_pages, count * step_memory.NEW_PAGE.itemsize, ctypes.c_uint8).view(step_memory.NEW_PAGE)
+    numbers(tables, int(new["place"].max()) + 1, ctypes.c_uint64)[new["place"]] = new["page"]
 
 
 def drawn_tokens(logits: np.ndarray, choices: int) -> np.ndarray:

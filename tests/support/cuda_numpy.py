@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_fake_gpu import FakeGpu, adjust_rows, chosen_tokens, drawn_tokens, log_probabilities
+from cuda_fake_gpu import FakeGpu, adjust_rows, chosen_tokens, drawn_tokens, log_probabilities, set_pages
 from cuda_numpy_mixture import MixtureKernels
 from cuda_numpy_recurrent import RecurrentKernels
 from cuda_views import finite, gated, rms, rows_at, sigmoid, view
@@ -140,6 +140,9 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
         view(x, np.float16, *out.shape)[:] = finite(residual * view(weight, np.float32, out.shape[1]) * power[:, None])
         view(squares, np.float32, len(out), out.shape[1] // 16)[:] = (residual**2).reshape(len(out), -1, 16).sum(axis=2)
         kept[:, 1] = 1 / power
+
+    def set_pages(self, macros: dict[str, str], grid: tuple[int, ...], *arguments: int) -> None:
+        set_pages(*arguments)
 
     def reorder(self, macros: dict[str, str], grid: tuple[int, ...], x: int, order: int, out: int, k: int) -> None:
         rows = grid[0]

@@ -36,6 +36,7 @@ CHOOSE_THREADS, CHOOSE_PARTS = 1024, 8  # of a CTA; CTAs of a cluster that share
 CAP_THREADS = 256
 ADJUST_THREADS, ADJUST_PARTS = 256, 32  # of a CTA; CTAs that share a row
 SCORE_THREADS = 1024
+PAGE_THREADS = 256
 
 
 class DeviceDecoder:
@@ -190,6 +191,11 @@ class DeviceDecoder:
         if self.logit_cap:
             grid = (-(-self.vocabulary // CAP_THREADS), rows)
             self._launcher.launch(stream, "cap", {}, grid, CAP_THREADS, logits, self.vocabulary, float(self.logit_cap))
+
+    def set_pages(self, stream: int, step: StepMemory, count: int) -> None:
+        """Put so many of `new_pages` into the tables of pages."""
+        pointers, grid = (step.at("new_pages"), step.at("pages")), (-(-count // PAGE_THREADS),)
+        self._launcher.launch(stream, "set_pages", {}, grid, PAGE_THREADS, *pointers, count)
 
     def prepare(self, step: StepMemory, batch: Batch, *, activations: str = "exact") -> None:
         """Compile what `run` and `choose` will launch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,8 +54,16 @@ class FoldedNorms:
     after: NextNorm | None = None
 
 
+class RoutedRows(NamedTuple):
+    """Rows in the order of experts: of each the expert and the token, int32 [rows]."""
+
+    experts: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+
+
 UNFOLDED = FoldedNorms()
-Observe = Callable[[DeviceMatrix, int, int], object]  # gets the first of some matrices, the address of x, and its rows
+# Gets what multiplies x, the first where they are several; the address of x; its rows; and where these are routed, how.
+Observe = Callable[[object, int, int, RoutedRows | None], object]
 
 
 class Launcher:
@@ -64,8 +72,8 @@ class Launcher:
 
     heard: where it is a set, launches are put into it to be compiled, and nothing is launched. activations: of x in
     products of many rows, "exact", "fp8" or "q8". batch_invariant: a sequence gets the same bits in any batch.
-    observe: where it is a function, it is called before matrices multiply x [rows, k]. No norm is folded then, so x is
-    what weights are multiplied with.
+    observe: where it is a function, it is called before a DeviceMatrix, a DeviceRouter or DeviceExperts multiply x
+    [rows, k]. No norm is folded then, so x is what weights are multiplied with.
     """
 
     def __init__(self, hidden: int, epsilon: float, *, bfloat16: bool = False, ordinal: int = 0) -> None:
@@ -96,6 +104,16 @@ class Launcher:
         else:
             self.heard.add(launch)
 
+    @property
+    def observed(self) -> bool:
+        """Whether `tell` is heard."""
+        return self.observe is not None and self.heard is None
+
+    def tell(self, weights: object, x: int, rows: int, routed: RoutedRows | None = None) -> None:
+        """Weights are about to multiply x [rows, k]."""
+        if self.observe is not None and self.heard is None:
+            self.observe(weights, x, rows, routed)
+
     def products(
         self,
         stream: int,
@@ -114,8 +132,7 @@ class Launcher:
 
         normed: rows of x lack the factor of their norm. after: see `output`.
         """
-        if self.observe is not None and self.heard is None:
-            self.observe(matrices[0], x, rows)
+        self.tell(matrices[0], x, rows)
         norm: str | None = None
         fold: tuple[int | float, ...] = ()
         if normed or after is not None:

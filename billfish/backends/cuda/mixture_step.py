@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from billfish.backends.cuda.axes import BRICK, COURSE
 from billfish.backends.cuda.dense import DeviceDense
 from billfish.backends.cuda.device_weights import DeviceWeights
-from billfish.backends.cuda.driver import Buffer, KernelLaunch
+from billfish.backends.cuda.driver import Buffer, KernelLaunch, copy_out
 from billfish.backends.cuda.experts import (
     ENTRY_BYTES,
     MOST_CTAS,
@@ -30,7 +32,7 @@ from billfish.backends.cuda.experts import (
     mix_shape,
     route_shape,
 )
-from billfish.backends.cuda.launcher import DeviceMatrix, Launcher
+from billfish.backends.cuda.launcher import DeviceMatrix, Launcher, RoutedRows
 from billfish.backends.cuda.memory import address
 from billfish.backends.cuda.plans import GATE_COLUMNS, GATES, ExpertRouting, gate_ctas
 from billfish.backends.cuda.products import row_stride
@@ -181,6 +183,7 @@ class DeviceMixture:
         routing = ExpertRouting(rows, router.chosen, router.experts, launcher.batch_invariant)
         visits, stride = routing.visits, row_stride(self.hidden)
         gated = router.outputs > router.experts
+        launcher.tell(router, router_x, rows)
         router.run(launcher, stream, step, routing, router_x, shared=0 if self.shared is None else 1 + gated)
         alone = rows == 1 and router_x == x  # the router has copied x
         if not alone:
@@ -189,6 +192,8 @@ class DeviceMixture:
             launcher.launch(stream, "gather", {}, (min(visits, MOST_CTAS),), THREADS, *pointers, *sizes)
         gathered = Numbers(at("expert_rows"), launcher.type, stride)
         opened = Numbers(at("expert_opened"), launcher.type, row_stride(self.size))
+        routed = self._routed(stream, step, visits) if launcher.observed else None
+        launcher.tell(self.gate_up[0], gathered.at, visits, routed)
         table, order = at("expert_table"), at("expert_order")
         one, fresh = len(self.gate_up) == 1, alone
         places = [opened.at] if one else [at("expert_apart"), at("expert_apart") + 2 * visits * self.size]
@@ -200,6 +205,7 @@ class DeviceMixture:
             fresh = False  # the next kernel starts when this one has waited for the table
         if gate is None:
             self._open(launcher, stream, places, opened, visits)
+        launcher.tell(self.down, opened.at, visits, routed)
         last = _numbers(self.down_bias), at("expert_given"), table, order
         product = grouped_product(self.down, routing, launcher.device, launcher.bfloat16, opened, *last)
         _launch(launcher, stream, *product)
@@ -209,6 +215,13 @@ class DeviceMixture:
         numbers = router.experts, router.chosen, router.chosen + (self.shared is not None), self.hidden
         ctas, threads = mix_shape(rows, self.hidden)
         launcher.launch(stream, "mix", macros, (ctas,), threads, *read, y, *numbers)
+
+    def _routed(self, stream: int, step: StepMemory, visits: int) -> RoutedRows:
+        """How the rows of `expert_rows` and `expert_opened` are routed. Waits for the device."""
+        ids, order = np.empty(visits, np.int32), np.empty(visits, np.int32)
+        copy_out(ids, step.at("expert_ids"), stream)
+        copy_out(order, step.at("expert_order"), stream)
+        return RoutedRows(ids[order], order // self.router.chosen)
 
     def _open(self, launcher: Launcher, stream: int, places: list[int], opened: Numbers, visits: int) -> None:
         macros, grid = {"TYPE": launcher.type, "GATE": GATES[self.activation]}, (gate_ctas(visits, self.size),)

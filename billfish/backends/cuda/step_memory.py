@@ -18,6 +18,8 @@ CHOICE = np.dtype(
     [("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("top_k", "i4"), ("slot", "i4"), ("unused", "i4"),
      ("random", "f8")]
 )  # fmt: skip
+NEW_PAGE = np.dtype([("place", "u8"), ("page", "u8")])  # an entry of the tables of pages, as set_pages.cu has it
+MOST_NEW_PAGES = 1 << 12  # that are sent together
 ALIGNED = 16  # bytes
 
 
@@ -99,6 +101,7 @@ class StepMemory:
     These stay from step to step:
         pages uint64 [tables, sequences, pages_of_sequence]: addresses of pages of the KV cache; a table for each kind
         chosen int32 [sequences]: the token that was chosen last, by slot
+        new_pages NEW_PAGE [MOST_NEW_PAGES]: entries of `pages` on their way there
     and these are written by a step:
         hidden float32 [rows, hidden]: the residual stream
         x [rows, hidden], 16 bits: the input of a part of a block, normalized
@@ -127,6 +130,7 @@ class StepMemory:
         own = {
             "inputs": self.input_bytes,
             "pages": 8 * tables * sequences * pages_of_sequence,
+            "new_pages": NEW_PAGE.itemsize * MOST_NEW_PAGES,
             "chosen": 4 * sequences,
             "picked": 4 * scored,
         }
@@ -148,7 +152,11 @@ class StepMemory:
 
     def pages(self, table: int, sequence: int = 0) -> int:
         """The address of a sequence's row in a table of pages."""
-        return self.at("pages") + 8 * (table * self.sequences + sequence) * self.pages_of_sequence
+        return self.at("pages") + 8 * self.page_place(table, sequence)
+
+    def page_place(self, table: int, sequence: int) -> int:
+        """The number of a sequence's first entry in the tables of pages."""
+        return (table * self.sequences + sequence) * self.pages_of_sequence
 
 
 def largest(parts: Iterable[dict[str, int]]) -> dict[str, int]:
