@@ -577,6 +577,7 @@ class Model(TextModel):
             raise DataError(failure(call, problem, f"Leave draft out, {cure}."))
         if isinstance(draft, Model):
             check_vocabulary(call, self.tokenizer, draft.tokenizer)
+        self.decoder.begin_drafting()
 
         def make() -> Drafter:
             if isinstance(draft, Model):
