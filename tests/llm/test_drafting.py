@@ -85,7 +85,7 @@ def test_the_answer_is_the_same(model_of, name, activations, how, monkeypatch):
         assert drafted.drafts.steps < len(plain.tokens) - 1 or len(plain.tokens) == 2
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, None])
 @pytest.mark.parametrize("activations", ["q16", "q8"])
 def test_logits_have_the_same_bits_beside_drafted_rows(model_of, format, activations):
     model = model_of("llama3", format)
@@ -97,6 +97,23 @@ def test_logits_have_the_same_bits_beside_drafted_rows(model_of, format, activat
     model.decoder.run([(cache, text)], activations)
     [together] = model.decoder.scores([(cache, TOKENS[20 : 20 + rows])], [rows], activations)
     assert np.array_equal(together, np.stack(expected))
+
+
+@pytest.mark.parametrize(("activations", "most"), [("q8", 7), ("q16", 7), ("exact", 6)])
+def test_a_draft_has_as_many_tokens_as_rows_are_alike(model_of, monkeypatch, activations, most):
+    model, made = model_of("llama3", "q4_0"), []
+    verify = model.decoder.verify
+
+    def noted(passages, samplers, drafts, activations):
+        made.extend(len(draft) for draft in drafts)
+        return verify(passages, samplers, drafts, activations)
+
+    monkeypatch.setattr(model.decoder, "verify", noted)
+    how = {"activations": activations, "logit_bias": {1: -100.0}}
+    plain = answer(model, TOKENS[:9], None, monkeypatch, **how)
+    drafted = answer(model, TOKENS[:9], Oracle(TOKENS[:9], plain.tokens, 1000), monkeypatch, **how)
+    assert drafted.tokens == plain.tokens
+    assert max(made) == most
 
 
 def test_logprobs_penalties_and_ends_are_the_same(model_of, monkeypatch):
