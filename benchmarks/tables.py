@@ -166,7 +166,9 @@ def drafting_steps(results: Results) -> str:
 
 def drafted_answers(results: Results) -> str:
     """Words: how many answers with drafts were compared with those without, and how many differ."""
-    many = f"{results['answers']:,} answers ({results['prompts']} prompts, {len(results['formats'])} formats)"
+    formats = len(results["formats"])
+    kinds = f"{results['prompts']} prompts, {f'{formats} formats' if formats > 1 else results['formats'][0]}"
+    many = f"{results['answers']:,} answers ({kinds})"
     return f"{results['differing']:,} of {many} differ" if results["differing"] else f"none of {many} differs"
 
 
