@@ -1,6 +1,7 @@
 """Time drafting beside plain decoding of the same model, in turns, on three kinds of answers.
 
-SmolLM2-135M-Instruct, greedy. Every drafted answer is compared with the plain one: they must be the same.
+SmolLM2-135M-Instruct, greedy. Every drafted answer is compared with the plain one: they must be the same. --peer also
+times llama.cpp with and without the n-gram drafts of llama-cpp-python, in the same turns.
 
 With --device cuda it also times decode steps of a random model with the sizes of Llama-3-8B, by the rows that a
 sequence has in them, with CUDA events. A random model has no answers: how many drafts are right comes from SmolLM2, and
@@ -12,17 +13,19 @@ from __future__ import annotations
 import json
 import platform
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import command, machine, records
+from benchmarks.peers.llama_lookup import DRAFTED, LlamaLookup
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import _cpu
 from billfish.backends.cuda.driver import check, current, driver
 from billfish.core.typing import Activations
-from billfish.llm import load
+from billfish.llm import default_model, load
 from billfish.llm.cuda import CudaDecoder
 from billfish.llm.drafting.drafter import MOST_DRAFTED, Controller
 from billfish.llm.drafting.ngram import NgramDrafter
@@ -89,10 +92,16 @@ def answer(model: Model, workload: str, draft: str | None, activations: Activati
     return model.generate(prompt, draft=draft, activations=activations, **how)
 
 
-def measure(model: Model, workload: str, activations: Activations | None, rounds: int) -> dict[str, Any]:
+def measure(
+    model: Model, workload: str, activations: Activations | None, rounds: int, peer: LlamaLookup | None = None
+) -> dict[str, Any]:
     """Tokens a second without and with n-gram drafts, the best of several rounds in turns."""
     rates: dict[str, list[float]] = {"plain": [], "ngram": []}
+    theirs: dict[int, list[float]] = {count: [] for count in (0, *DRAFTED)}
     for _ in range(rounds):
+        for count in theirs if peer is not None else ():
+            prompt, stop = WORKLOADS[workload]
+            theirs[count].append(peer.answer(prompt, TOKENS, stop, count).tok_per_s)
         plain = answer(model, workload, None, activations)
         drafted = answer(model, workload, "ngram", activations)
         if drafted.tokens != plain.tokens:
@@ -101,6 +110,7 @@ def measure(model: Model, workload: str, activations: Activations | None, rounds
         rates["ngram"].append(drafted.generation_rate)
     ratios = [b / a for a, b in zip(rates["plain"], rates["ngram"], strict=True)]
     counts = drafted.drafts
+    best = {} if peer is None else {count: max(each) for count, each in theirs.items()}
     return {
         "workload": workload,
         "activations": activations,
@@ -110,6 +120,7 @@ def measure(model: Model, workload: str, activations: Activations | None, rounds
         "ratio": statistics.median(ratios),
         "acceptance": counts.acceptance,
         "tokens_per_step": (len(drafted.tokens) - 1) / counts.steps,
+        **({"llama.cpp_tok_per_s": best} if best else {}),
     }
 
 
@@ -206,8 +217,15 @@ def replayed(model: Model, steps: Mapping[str, Any], activations: Activations | 
     }
 
 
-def measured(device: str, threads: int, rounds: int, only_steps: bool) -> dict[str, Any]:
-    """The records of this machine. only_steps: those of the 8B model alone."""
+def llama_lookup(threads: int) -> LlamaLookup:
+    try:
+        return LlamaLookup(default_model(), threads)
+    except ImportError as error:
+        sys.exit(f"--peer needs llama-cpp-python, which cannot be imported: {error}")
+
+
+def measured(device: str, threads: int, rounds: int, only_steps: bool, with_peer: bool) -> dict[str, Any]:
+    """The records of this machine. only_steps: those of the 8B model alone. with_peer: llama.cpp's beside q8."""
     about: dict[str, Any] = {"machine": platform.machine(), "cpu": machine.cpu_name(), "threads": threads}
     more: dict[str, Any] = {}
     kinds: tuple[Activations | None, ...] = ("q8", "q16")
@@ -219,8 +237,14 @@ def measured(device: str, threads: int, rounds: int, only_steps: bool) -> dict[s
         BACKENDS["cuda"].batch_invariant = True
     found = list[dict[str, Any]]()
     if not only_steps:
-        model = load(device=device)
-        found = [measure(model, workload, kind, rounds) for kind in kinds for workload in WORKLOADS]
+        model, peer = load(device=device), llama_lookup(threads) if with_peer else None
+        if peer is not None:
+            about["llama.cpp"] = peer.version
+        found = [
+            measure(model, workload, kind, rounds, peer if kind == "q8" else None)
+            for kind in kinds
+            for workload in WORKLOADS
+        ]
         if device != "cpu":
             more["8b"]["replayed"] = replayed(model, more["8b"]["batch_invariant"], None)
         about["kernels"] = model.decoder.kernels
@@ -236,6 +260,9 @@ def main() -> None:
         "--steps", action="store_true", help="on a GPU, time the steps of the 8B model alone (default: off)"
     )
     parser.add_argument(
+        "--peer", action="store_true", help="on a CPU, also time llama-cpp-python's n-gram drafts (default: off)"
+    )
+    parser.add_argument(
         "--replay",
         type=Path,
         metavar="FILE",
@@ -246,7 +273,7 @@ def main() -> None:
         results = json.loads(flags.replay.read_text())
         results["8b"]["replayed"] = replayed(load(device="cpu"), results["8b"]["batch_invariant"], "exact")
     else:
-        results = measured(flags.device, flags.threads, flags.rounds, flags.steps)
+        results = measured(flags.device, flags.threads, flags.rounds, flags.steps, flags.peer)
     for record in results["records"]:
         plain, drafted = record["plain_tok_per_s"], record["ngram_tok_per_s"]
         print(
@@ -254,6 +281,8 @@ def main() -> None:
             end="",
         )
         print(f", ratio {record['ratio']:.2f}, {record['tokens_per_step']:.2f} tokens a step")
+        for count, rate in record.get("llama.cpp_tok_per_s", {}).items():
+            print(f"     llama.cpp, {count} drafted tokens: {rate:6.1f} tok/s")
     for kind in ("batch_invariant", "fastest") if "8b" in results else ():
         steps = results["8b"][kind]
         print(f"8B {kind}, a token without drafts {steps['answer_seconds'] * 1e6:.0f} us")

@@ -127,7 +127,24 @@ def drafting(results: Results) -> str:
         plain, drafted = (f"{each[f'{name}_tok_per_s']:.0f} tok/s" for name in ("plain", "ngram"))
         share, count = f"{each['acceptance']:.0%}", f"{each['tokens_per_step']:.2f}"
         lines.append([each["workload"], each["activations"], plain, f"{drafted} ({each['ratio']:.2f})", share, count])
-    return table(lines)
+    return f"{table(lines)}Kernels: {results['about']['kernels']}.\n\n"
+
+
+def drafting_peer(results: Results) -> str:
+    """tok/s of llama.cpp beside billfish, without and with n-gram drafts; in brackets, times its own plain decoding."""
+    records = [each for each in results["records"] if "llama.cpp_tok_per_s" in each]
+    counts = [count for count in records[0]["llama.cpp_tok_per_s"] if count != "0"]
+    ours = [f"billfish {records[0]['activations']}", "`--draft ngram`"]
+    lines = [["SmolLM2-135M, greedy", *ours, "llama.cpp", *(f"look-up, {count} tokens" for count in counts)]]
+    for each in records:
+        plain, theirs = each["plain_tok_per_s"], each["llama.cpp_tok_per_s"]
+        rates = [f"{plain:.0f} tok/s", f"{each['ngram_tok_per_s']:.0f} tok/s ({each['ngram_tok_per_s'] / plain:.2f})"]
+        rates += [
+            f"{theirs['0']:.0f} tok/s",
+            *(f"{theirs[n]:.0f} tok/s ({theirs[n] / theirs['0']:.2f})" for n in counts),
+        ]
+        lines.append([each["workload"], *rates])
+    return f"{table(lines)}{results['about']['llama.cpp']}.\n\n"
 
 
 def drafting_steps(results: Results) -> str:
@@ -138,13 +155,20 @@ def drafting_steps(results: Results) -> str:
     for kind, name in kinds.items():
         seconds, ratios = (results["8b"][kind][what] for what in ("device_seconds", "of_one_row"))
         lines.append([name, *(f"{seconds[count] * 1e6:.0f} us ({ratios[count]:.3f})" for count in rows)])
+    fastest = results["8b"]["fastest"]["answer_seconds"] / results["8b"]["batch_invariant"]["answer_seconds"]
     gains = ", ".join(f"{name} {gain:.2f}" for name, gain in results["8b"]["replayed"].items())
-    return f"{table(lines)}n-gram drafts in these steps, times plain: {gains}.\n\n"
+    less = ", ".join(f"{gain * fastest:.2f}" for gain in results["8b"]["replayed"].values())
+    return (
+        f"{table(lines)}n-gram drafts in `batch_invariant` steps, times plain in such steps: {gains}. "
+        f"Times plain in the fastest steps: {less}.\n\n"
+    )
 
 
 def drafted_answers(results: Results) -> str:
     """Words: how many answers with drafts were compared with those without, and how many differ."""
-    many = f"{results['answers']:,} answers ({results['prompts']} prompts, {len(results['formats'])} formats)"
+    formats = len(results["formats"])
+    kinds = f"{results['prompts']} prompts, {f'{formats} formats' if formats > 1 else results['formats'][0]}"
+    many = f"{results['answers']:,} answers ({kinds})"
     return f"{results['differing']:,} of {many} differ" if results["differing"] else f"none of {many} differs"
 
 
@@ -879,10 +903,15 @@ TABLES: Mapping[str, Table] = {
     ),
     "qwen35": Table("qwen35.json", hybrid, "python -m benchmarks.qwen35_speed --json FILE"),
     "drafting-xeon": Table("drafting_xeon.json", drafting, "python -m benchmarks.drafting --json FILE"),
+    "drafting-peer-xeon": Table(
+        "drafting_xeon.json", drafting_peer, "python -m benchmarks.drafting --peer --json FILE"
+    ),
     "drafting-h200": Table(
         "drafting_h200.json", drafting_steps, "python -m benchmarks.drafting --device cuda --steps --json FILE"
     ),
     "draft-matrix-xeon": Table("draft_matrix_xeon.json", drafted_answers),
+    "draft-matrix-long-xeon": Table("draft_matrix_long_xeon.json", drafted_answers),
+    "draft-matrix-metal": Table("draft_matrix_metal.json", drafted_answers),
     "draft-matrix-h200": Table("draft_matrix_h200.json", drafted_answers),
     "draft-matrix-recurrent-h200": Table("draft_matrix_recurrent_h200.json", drafted_answers),
     "llm-h200-peers": Table("llm_cuda_h200.json", llm_gpu_peers),

@@ -27,6 +27,7 @@ from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import Activations, CacheType
 from billfish.llm.adapters import AdaptedMatrix
 from billfish.llm.decoder_base import Decoder, MtpDecoder, Passage, with_drafts
+from billfish.llm.drafting.drafter import MOST_DRAFTED
 from billfish.llm.kv_cache import Cache, Floats
 from billfish.llm.model_weights import CALL, ExpertTensor, ModelTensors, Tensor
 from billfish.llm.sampler import NextToken, Sampler
@@ -85,6 +86,7 @@ class CpuDecoder(Decoder):
         self._token_types = tables[encoder.token_types] if encoder and encoder.token_types else None
         if encoder:
             self.chunk = self.config.context  # a text is read at once
+        self._drafts = False  # whether answers were drafted
 
     def pack(self, under_way: Callable[[], object]) -> None:
         tensors = self.tensors
@@ -364,9 +366,15 @@ class CpuDecoder(Decoder):
         return out
 
     def rows_alike(self, activations: Activations | None) -> int:
-        """Up to FEW_ROWS rows have the bits of a single row, and with integer activations any number. In exact mode,
-        kernels of an expert depend on how many rows choose it."""
-        return 1 if activations == "exact" and self.config.has_experts else int(_cpu.FEW_ROWS)
+        """With integer activations, any number of rows have the bits of a single row. In exact mode, up to FEW_ROWS
+        have, and kernels of an expert depend on how many rows choose it."""
+        if activations != "exact":
+            return MOST_DRAFTED + 1
+        return 1 if self.config.has_experts else int(_cpu.FEW_ROWS)
+
+    def begin_drafting(self) -> None:
+        """Greedy decoding takes logits of q16 from now on, with drafts and without: see `_logits_for`."""
+        self._drafts = True
 
     def logits_alike(self, hidden: Floats, activations: Activations | None) -> Floats:
         if activations != "exact":
@@ -376,8 +384,10 @@ class CpuDecoder(Decoder):
 
     def _logits_for(self, samplers: Sequence[Sampler], hidden: Floats, activations: Activations | None) -> Floats:
         """Each row with the bits that it has alone; or, where all samplers take the best token, with that token's. More
-        than two rows do not wait for memory: the best token is found with 8 bits, and settled with 16."""
-        if activations != "exact" and len(hidden) > 2 and all(sampler.takes_best for sampler in samplers):
+        than two rows do not wait for memory: the best token is found with 8 bits, and settled with 16. That it is the
+        best one of q16 has no proof (decoder/screen.h), so a model that drafts does without."""
+        greedy = activations != "exact" and all(sampler.takes_best for sampler in samplers)
+        if greedy and len(hidden) > 2 and not self._drafts:
             return self._scores(hidden, _cpu.BEST_OF_16)
         return self.logits_alike(hidden, activations)
 

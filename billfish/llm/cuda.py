@@ -164,6 +164,7 @@ class CudaDecoder(Decoder):
         self.lock = RLock()  # the stream and the memory of steps are for one call at a time
         self._ahead: Ahead | None = None
         self._late: weakref.ref[CudaPending] | None = None  # whose last step has late rows that are not sampled
+        self._drafts = False  # whether answers were drafted
 
     def pack(self, under_way: Callable[[], object]) -> None:
         under_way()
@@ -341,9 +342,12 @@ class CudaDecoder(Decoder):
         return self.submit(passages, samplers, activations, drafts).choices()
 
     def rows_alike(self, activations: Activations | None) -> int:
-        """A drafted token is a row of its own, as of a sequence that decodes. It has the bits that it has alone where
-        `batch_invariant` is set; without, they depend on the rows beside it, as in any batch."""
+        """A drafted token is a row of its own, as of a sequence that decodes."""
         return MOST_DRAFTED + 1
+
+    def begin_drafting(self) -> None:
+        """All steps are batch-invariant from now on, those without drafts too, so that answers are equal."""
+        self._drafts = True
 
     def warm(self, sequences: int, activations: Activations | None) -> None:
         with self._working([]):
@@ -409,7 +413,7 @@ class CudaDecoder(Decoder):
             self._finish_late()
             backend = BACKENDS["cuda"]
             assert isinstance(backend, CudaBackend)
-            self._layers.batch_invariant = bool(backend.batch_invariant)
+            self._layers.batch_invariant = self._drafts or bool(backend.batch_invariant)
             sequences = min(max(1, len(passages), rows), self._together)
             if sequences > self._steps.sequences:  # tokens that are chosen in the memory of now
                 for cache, tokens in passages:

@@ -50,6 +50,7 @@ class MetalDecoder(Decoder):
         self.device, self._backend, self._lock = device, backend, RLock()
         # MLX computes a graph on the thread that described it; but on this stream on any, one at a time.
         self._stream = mx.new_thread_unsafe_stream(mx.default_device())
+        self._drafts = False  # whether answers were drafted
 
     def pack(self, under_way: Callable[[], object]) -> None:
         under_way()
@@ -102,7 +103,10 @@ class MetalDecoder(Decoder):
             hidden, caches = self._last_rows(passages), [cache for cache, _ in passages]
             if not samplers:
                 return []
-            on_host = any(sampler.needs_scores or sampler.how.min_p > 0 for sampler in samplers)
+            on_host = any(
+                sampler.needs_scores or sampler.how.min_p > 0 or (self._drafts and not sampler.takes_best)
+                for sampler in samplers
+            )
             with _reset_by_errors(caches):
                 logits = self._logits(hidden[: len(samplers)])
                 if on_host:
@@ -126,6 +130,10 @@ class MetalDecoder(Decoder):
         blocks = self.config.blocks
         alone = all(isinstance(block.mixer, Attention) and isinstance(block.feed_forward, Dense) for block in blocks)
         return MATVEC_ROWS if alone and self._parts.packer.all_packed else 1
+
+    def begin_drafting(self) -> None:
+        """Sampled tokens are chosen on the host from now on, in float64, as those of drafted rows are."""
+        self._drafts = True
 
     def scores(
         self, passages: Sequence[Passage], wanted: Sequence[int], activations: Activations | None

@@ -120,7 +120,7 @@ class MetalPacker:
     def __init__(self, tensors: ModelTensors, kernels: Kernels) -> None:
         self._tensors, self._kernels = tensors, kernels
         self.nbytes = 0
-        self.all_packed = True  # no product is MLX's
+        self.all_packed = True  # no product is MLX's, but for those of experts
 
     def linear(self, matrix: Matrix) -> Linear:
         return self._linear([matrix], [self._tensors.matrix(matrix)])
@@ -169,7 +169,9 @@ class MetalPacker:
             together = np.concatenate(parts)
             bias = mx.array(together if rows is None else together[rows])
         order = tensor.permutation if isinstance(tensor, QuantizedTensor) else None
-        return Linear(self._kernels, self._packed(tensor), bias, None if order is None else mx.array(order))
+        weights = self._packed(tensor)
+        self.all_packed &= isinstance(weights, MetalWeights)
+        return Linear(self._kernels, weights, bias, None if order is None else mx.array(order))
 
     def _packed(self, tensor: Tensor | ExpertTensor) -> Weights:
         if isinstance(tensor, (QuantizedTensor, QuantizedExperts)):
@@ -183,7 +185,6 @@ class MetalPacker:
             every = [tensor] if isinstance(tensor, QuantizedTensor) else list(tensor)
             decoded = np.stack([dequantize(each).astype(np.float16) for each in every])
             tensor = decoded[0] if isinstance(tensor, QuantizedTensor) else decoded
-        self.all_packed = False
         weights = mx.array(tensor.astype(np.float32 if tensor.dtype == np.float32 else np.float16))
         self.nbytes += int(weights.nbytes)
         return weights

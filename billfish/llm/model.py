@@ -573,10 +573,11 @@ class Model(TextModel):
             problem = f"drafting is not supported for {self.config.architecture} on {self.decoder.device}{how}"
             cure = "or use activations 'q16' or 'q8'"
             if self.decoder.device.startswith("metal"):
-                cure = "or take a dense model with every matrix quantized, LM head and embedding too (Q4_K_M files)"
+                cure = "or take a dense model with every matrix quantized, LM head too (Q4_K_M files)"
             raise DataError(failure(call, problem, f"Leave draft out, {cure}."))
         if isinstance(draft, Model):
             check_vocabulary(call, self.tokenizer, draft.tokenizer)
+        self.decoder.begin_drafting()
 
         def make() -> Drafter:
             if isinstance(draft, Model):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_routing import clear_text
-from draft_matrix import BATCHES, DRAFTERS, SAMPLING, WIDE, Matrix, prompts_of
+from draft_matrix import BATCHES, CONTEXT, DRAFTERS, SAMPLING, WIDE, Matrix, long_prompts_of, prompts_of
 from llm_architectures import MODELS
 from llm_architectures import write_model as write_architecture
 from llm_models import Small, write_model
@@ -315,10 +315,11 @@ def test_predictions_are_no_farther_from_float32_than_float16s_are(tmp_path):
 )
 def test_drafted_answers_are_the_plain_ones(tmp_path, monkeypatch, name, format):
     monkeypatch.setattr(BACKENDS["cuda"], "batch_invariant", True)
-    write_architecture(tmp_path, name, **(WIDE if format == "q4_k" else {}))
+    write_architecture(tmp_path, name, max_position_embeddings=CONTEXT, **(WIDE if format == "q4_k" else {}))
     model, small = (load(tmp_path, device="cuda", quantize=each, method="rtn") for each in (format, "q8_0"))
     assert format in model.decoder.tensors.kinds
-    matrix = Matrix(model, small, None, prompts_of(20, model.config.vocabulary))
+    prompts = [*prompts_of(20, model.config.vocabulary), *long_prompts_of(4, model.config.vocabulary)]
+    matrix = Matrix(model, small, None, prompts, endless=True)
     counts = [matrix.count(*case) for case in itertools.product(DRAFTERS, SAMPLING, BATCHES)]
     assert [each for each in counts if each["differing"]] == []
     assert all(each["drafted"] > each["accepted"] > 0 for each in counts if each["drafter"] == "oracle")

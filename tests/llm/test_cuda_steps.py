@@ -777,6 +777,28 @@ def test_drafts_go_in_one_step_with_other_sequences_and_prompts(gpu, model):
         check_fed(gpu, cache.tokens, cache.lists[0].pages)
 
 
+@pytest.mark.promise("numerics", "a drafted answer equals the plain one to the bit, alone and in a batch")
+def test_a_model_that_drafts_is_batch_invariant(gpu, model):
+    """Whether a draft is tried or not, and in answers without drafts too: all have the same kernels."""
+    layers, how = model.decoder._layers, {"max_tokens": 4}
+    model.generate([5], **how)
+    assert not layers.batch_invariant
+    drafted = model.generate([5], draft="ngram", **how)
+    assert layers.batch_invariant
+    assert model.generate([5], **how).tokens == drafted.tokens
+    assert layers.batch_invariant
+
+
+def test_a_server_that_drafts_is_batch_invariant(gpu, model):
+    with Engine(model, streams=2, context=100) as engine:
+        submit(engine, Request([5], 4)).wait()
+        assert not model.decoder._layers.batch_invariant
+    with Engine(model, streams=2, context=100, draft="ngram") as engine:
+        assert model.decoder._layers.batch_invariant  # when graphs are captured
+        submit(engine, Request([5], 4, draft=False)).wait()
+        assert model.decoder._layers.batch_invariant
+
+
 class Everything(Drafter):
     """As `Counter`, from everything that is known."""
 

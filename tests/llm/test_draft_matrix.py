@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from draft_matrix import BATCHES, DRAFTERS, SAMPLING, WIDE, Matrix, prompts_of
+from draft_matrix import BATCHES, CONTEXT, DRAFTERS, SAMPLING, WIDE, Matrix, long_prompts_of, prompts_of
 from llm_architectures import write_model
 
 from billfish.core.format import FORMATS
@@ -24,9 +24,15 @@ def pairs() -> list[tuple[str, str, tuple[str, str, int]]]:
 
 
 @pytest.fixture(scope="module")
-def matrix_of(tmp_path_factory):
-    folder, made = tmp_path_factory.mktemp("models"), {}
-    write_model(folder, "llama3", **WIDE)
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("models")
+    write_model(made, "llama3", **WIDE, max_position_embeddings=CONTEXT)
+    return made
+
+
+@pytest.fixture(scope="module")
+def matrix_of(folder):
+    made = {}
 
     def model(format: str):
         if format not in made:
@@ -50,6 +56,17 @@ def check(counts: list[dict]) -> None:
 @pytest.mark.parametrize(("format", "activations", "case"), pairs())
 def test_drafted_answers_are_the_plain_ones(matrix_of, format, activations, case):
     check([matrix_of(format, activations, 6).count(*case)])
+
+
+@pytest.mark.promise("numerics", "a drafted answer equals the plain one to the bit, alone and in a batch")
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_drafted_answers_pass_pages_and_slices(folder, activations):
+    """64 positions, and 256, lie within answers, and so within drafts."""
+    model = load(folder, device="cpu", quantize="q4_0", method="rtn")
+    matrix = Matrix(model, None, activations, long_prompts_of(4, model.config.vocabulary), endless=True)
+    ends = [(len(prompt), len(prompt) + len(tokens)) for prompt, tokens in matrix.texts("seeded")]
+    assert all(any(first < edge < last - 1 for first, last in ends) for edge in (64, 256)), ends
+    check([matrix.count("oracle", "seeded", 5)])
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ from llm_models import write_model as write_gguf
 
 import billfish as bf
 from billfish.core.format import FORMATS
-from billfish.llm import load
+from billfish.llm import Model, load
 from billfish.llm.drafting.draft_model import ModelDrafter
 from billfish.llm.drafting.drafter import MOST_DRAFTED, Controller, Drafter, StepSeconds
 from billfish.llm.drafting.ngram import NgramDrafter
@@ -53,7 +53,7 @@ def model_of(tmp_path_factory):
     def model(name: str, format: str | None = None):
         if (name, format) not in made:
             if not (folder / name).exists():
-                write_model(folder / name, name, max_position_embeddings=256)
+                write_model(folder / name, name, max_position_embeddings=512)
             how = {"quantize": format, "method": "rtn"} if format else {}
             made[name, format] = load(folder / name, device="cpu", **how)
         return made[name, format]
@@ -85,18 +85,46 @@ def test_the_answer_is_the_same(model_of, name, activations, how, monkeypatch):
         assert drafted.drafts.steps < len(plain.tokens) - 1 or len(plain.tokens) == 2
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, None])
 @pytest.mark.parametrize("activations", ["q16", "q8"])
 def test_logits_have_the_same_bits_beside_drafted_rows(model_of, format, activations):
-    model = model_of("llama3", format)
-    rows, text = model.decoder.rows_alike(activations), TOKENS[:20]
+    check_rows_alike(model_of("llama3", format), activations, 20)
+
+
+@pytest.mark.parametrize("start", [61, 253])
+@pytest.mark.parametrize("activations", ["exact", "q16", "q8"])
+def test_logits_have_the_same_bits_where_slices_of_attention_end(model_of, start, activations):
+    """After 256 positions; and after 64, as pages of a GPU's KV cache."""
+    check_rows_alike(model_of("llama3", "q4_0"), activations, start)
+
+
+def check_rows_alike(model: Model, activations: str, start: int) -> None:
+    """So many rows behind `start` tokens, alone and together."""
+    rows, text = model.decoder.rows_alike(activations), [3 + i * i % 50 for i in range(start + 8)]
     alone = model.cache()
-    model.decoder.run([(alone, text)], activations)
-    expected = [model.decoder.scores([(alone, [t])], [1], activations)[0][0] for t in TOKENS[20 : 20 + rows]]
+    model.decoder.run([(alone, text[:start])], activations)
+    expected = [model.decoder.scores([(alone, [t])], [1], activations)[0][0] for t in text[start : start + rows]]
     cache = model.cache()
-    model.decoder.run([(cache, text)], activations)
-    [together] = model.decoder.scores([(cache, TOKENS[20 : 20 + rows])], [rows], activations)
+    model.decoder.run([(cache, text[:start])], activations)
+    [together] = model.decoder.scores([(cache, text[start : start + rows])], [rows], activations)
     assert np.array_equal(together, np.stack(expected))
+
+
+@pytest.mark.parametrize(("activations", "most"), [("q8", 7), ("q16", 7), ("exact", 6)])
+def test_a_draft_has_as_many_tokens_as_rows_are_alike(model_of, monkeypatch, activations, most):
+    model, made = model_of("llama3", "q4_0"), []
+    verify = model.decoder.verify
+
+    def noted(passages, samplers, drafts, activations):
+        made.extend(len(draft) for draft in drafts)
+        return verify(passages, samplers, drafts, activations)
+
+    monkeypatch.setattr(model.decoder, "verify", noted)
+    how = {"activations": activations, "logit_bias": {1: -100.0}}
+    plain = answer(model, TOKENS[:9], None, monkeypatch, **how)
+    drafted = answer(model, TOKENS[:9], Oracle(TOKENS[:9], plain.tokens, 1000), monkeypatch, **how)
+    assert drafted.tokens == plain.tokens
+    assert max(made) == most
 
 
 def test_logprobs_penalties_and_ends_are_the_same(model_of, monkeypatch):

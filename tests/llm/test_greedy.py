@@ -91,6 +91,21 @@ def test_several_texts_get_the_best_tokens_of_16_bits(decoder, activations):
     assert chosen == decoder.logits(states, "q16").argmax(1).tolist()
 
 
+def test_a_model_that_drafts_takes_all_logits_in_16_bits(tmp_path, monkeypatch):
+    """Its answers are equal by proof: with one row or two, nothing is found with 8 bits."""
+    write_model(tmp_path / "small.gguf", Small(quantization="Q8_0", hidden=256))
+    model, asked = load(tmp_path / "small.gguf", device="cpu", progress=False), []
+    scores = model.decoder._scores
+    monkeypatch.setattr(model.decoder, "_scores", lambda x, digits: asked.append(digits) or scores(x, digits))
+    texts, samplers = [[5, 6, 7 + i] for i in range(3)], [Sampling().sampler() for _ in range(3)]
+    plain = model.decoder.choose([(model.cache(), text) for text in texts], samplers, "q8")
+    model.generate(texts[0], max_tokens=1, draft="ngram")
+    assert model.decoder.choose([(model.cache(), text) for text in texts], samplers, "q8") == plain
+    [*_, choices] = model.decoder.verify([(model.cache(), [5])], samplers[:1], [[6, 7, 8]], "q8")
+    assert choices
+    assert asked == [_cpu.BEST_OF_16, 2, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("how", "best"),
     [

@@ -206,10 +206,12 @@ def test_greedy_tokens_are_the_cpus(pair, name):
     assert together == cpu.generate_batch([TOKENS[:9], TOKENS[:3]], **how)
 
 
-def test_drafted_rows_have_the_bits_that_they_have_alone(tmp_path):
-    """In float16, as they are used, beside another sequence, too; and so drafts change no token."""
+def test_drafted_rows_have_the_bits_that_they_have_alone(tmp_path, monkeypatch):
+    """In float16, as they are used, beside another sequence, too; and so drafts change no token. The embedding, whose
+    rows are looked up, may be unquantized."""
     write_gguf(tmp_path / "model.gguf", Small(quantization="Q4_0"))
-    metal = load(tmp_path / "model.gguf", device="metal-emulator")
+    floats = lambda name, tensor: bf.dequantize(tensor) if name.startswith("token_embd") else tensor  # noqa: E731
+    metal = load(tmp_path / "model.gguf", device="metal-emulator", convert=floats)
     decoder, text = metal.decoder, TOKENS[:20]
     assert decoder.rows_alike(None) == 8
     caches = [metal.cache() for _ in range(3)]
@@ -220,6 +222,12 @@ def test_drafted_rows_have_the_bits_that_they_have_alone(tmp_path):
     for rows in decoder.scores(passages, [8, 3], None):
         assert np.array_equal(rows, np.concatenate(alone)[: len(rows)])
     how, draft = {"max_tokens": 6, "temperature": 0}, load(tmp_path / "model.gguf", device="cpu")
+    drafted = metal.generate(text, draft=draft, **how)
+    assert drafted.tokens == metal.generate(text, **how).tokens
+    assert drafted.drafts.drafted > 0
+    on_gpu = lambda logits, samplers: pytest.fail("in float32")  # noqa: E731
+    monkeypatch.setattr("billfish.llm.metal.next_tokens", on_gpu)  # whose rounding is another
+    how |= {"temperature": 1.0, "seed": 3}
     drafted = metal.generate(text, draft=draft, **how)
     assert drafted.tokens == metal.generate(text, **how).tokens
     assert drafted.drafts.drafted > 0

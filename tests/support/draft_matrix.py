@@ -3,7 +3,7 @@
     python tests/support/draft_matrix.py --device cuda --jobs 6 --lines FILE --formats q4_0,q8_0
 
 runs it for small random models: in each process one format with one type of activations. FILE gets a line for each
-case as it ends, and with --json a record of all of them is made.
+case as it ends, and with --json a record is made of all its lines, those of earlier runs too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from itertools import product
 from pathlib import Path
 from threading import Event
@@ -25,6 +26,8 @@ from unittest.mock import patch
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
 
 import billfish as bf
 from billfish.backends import BACKENDS
@@ -39,6 +42,10 @@ DRAFTERS = ("ngram", "model", "oracle")
 SAMPLING = {"greedy": {}, "seeded": {"temperature": 1.0, "top_p": 0.9, "seed": 3}}
 BATCHES = (1, 5)
 MOST = 16  # tokens of an answer
+# Long prompts have so many: their answers pass a page of a GPU's KV cache (64 positions), or a slice of the CPU's
+# attention (256).
+LONG = ((50, 70), (240, 270))
+CONTEXT = 512
 LENGTHS = {"model": 3, "mtp": 3}  # of drafts that take long to make
 # Every format can have all matrices of a layer: no format's blocks have more than 256 columns.
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
@@ -66,12 +73,32 @@ def prompts_of(count: int, vocabulary: int, seed: int = 1) -> list[list[int]]:
     return made
 
 
+def long_prompts_of(count: int, vocabulary: int, seed: int = 1) -> list[list[int]]:
+    """As long as LONG says in turns, every other pair with a part that comes again and again."""
+    rng, made = random.Random(seed), []
+    for i in range(count):
+        length = rng.randint(*LONG[i % 2])
+        part = [rng.randrange(3, vocabulary) for _ in range(rng.randrange(2, 9) if i // 2 % 2 else length)]
+        made.append((part * length)[:length])
+    return made
+
+
 class Matrix:
-    """Of one model. small: drafts for it. plain answers are made once for all drafters."""
+    """Of one model. small: drafts for it. endless: no token ends an answer before it has `most`. plain answers are made
+    once for all drafters."""
 
     def __init__(
-        self, model: Model, small: Model | None, activations: Any, prompts: Sequence[list[int]], most: int = MOST
+        self,
+        model: Model,
+        small: Model | None,
+        activations: Any,
+        prompts: Sequence[list[int]],
+        most: int = MOST,
+        *,
+        endless: bool = False,
     ) -> None:
+        if endless:
+            model.tokenizer.ends = frozenset()
         self._model, self._small, self._activations, self._prompts = model, small, activations, prompts
         self._most, self._plain = most, dict[str, list[list[int]]]()
 
@@ -80,6 +107,10 @@ class Matrix:
             how = {"max_tokens": self._most, "activations": self._activations, **SAMPLING[sampling]}
             self._plain[sampling] = [self._model.generate(prompt, **how).tokens for prompt in self._prompts]
         return self._plain[sampling]
+
+    def texts(self, sampling: str) -> list[tuple[list[int], list[int]]]:
+        """Prompts and their plain answers."""
+        return list(zip(self._prompts, self.plain(sampling), strict=True))
 
     def count(self, drafter: str, sampling: str, batch: int) -> dict[str, Any]:
         """How many answers of so many at once differ, and what was drafted: as much as may be."""
@@ -138,13 +169,21 @@ def run(folder: Path, device: str, format: str, activations: str | None, given: 
     bf.set_threads(1)
     BACKENDS["cuda"].batch_invariant = True
     wrong, about = list[str](), {"model": folder.name, "device": device, "format": format, "activations": activations}
+    about |= {"level": bf.BACKENDS["cpu"].level} if device == "cpu" else {}
     started = time.process_time()
     try:
-        model = load(folder, device=device, quantize=format, method="rtn")
+        if on_metal := device.startswith("metal"):  # drafts only where every matrix is quantized
+            model = load(folder, device=device, convert=partial(quantized, format))
+        else:
+            model = load(folder, device=device, quantize=format, method="rtn")
         assert format in model.decoder.tensors.kinds, f"no matrix is {format}"
         drafters = ("mtp",) if model.config.mtp is not None else DRAFTERS
-        small = None if drafters == ("mtp",) else load(folder, device=device, quantize="q8_0", method="rtn")
-        matrix = Matrix(model, small, activations, prompts_of(given.prompts, model.config.vocabulary), given.tokens)
+        small = None
+        if drafters == DRAFTERS:
+            small = load(folder, device="cpu" if on_metal else device, quantize="q8_0", method="rtn")
+        prompts = (long_prompts_of if given.long else prompts_of)(given.prompts, model.config.vocabulary)
+        about["positions"] = max(map(len, prompts)) + given.tokens
+        matrix = Matrix(model, small, activations, prompts, given.tokens, endless=given.long)
         for case in product(drafters, SAMPLING, BATCHES):
             found = about | matrix.count(*case) | {"cpu_seconds": round(time.process_time() - started, 2)}
             with given.lines.open("a") as file:
@@ -156,11 +195,16 @@ def run(folder: Path, device: str, format: str, activations: str | None, given: 
     return wrong
 
 
+def quantized(format: str, name: str, tensor: np.ndarray) -> Any:
+    """Every matrix, the embedding and the LM head too."""
+    return bf.quantize(tensor.astype(np.float32), format) if tensor.ndim == 2 else tensor
+
+
 def record(lines: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str, Any]:
     """What all cases have in common, and the sums of their counts."""
     each = {"models": "model", "formats": "format", "activations": "activations", "drafters": "drafter"}
-    each |= {"batches": "batch"}
-    kinds = {name: [*dict.fromkeys(line[key] for line in lines if line[key])] for name, key in each.items()}
+    each |= {"batches": "batch", "levels": "level", "positions": "positions"}
+    kinds = {name: [*dict.fromkeys(line[key] for line in lines if line.get(key))] for name, key in each.items()}
     counts = {name: sum(line[name] for line in lines) for name in ("answers", "differing", "drafted", "accepted")}
     return {"about": about, "prompts": lines[0]["answers"], **kinds, **counts}
 
@@ -169,6 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--long", action="store_true", help=f"prompts of {LONG} tokens in turns, endless answers")
     parser.add_argument("--tokens", type=int, default=MOST, help="of each answer")
     parser.add_argument("--models", default="llama3,mtp")
     parser.add_argument("--formats", default=",".join(FORMATS))
@@ -183,7 +228,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folders = {name: Path(place) / name for name in given.models.split(",")}
         for name, folder in folders.items():
-            write_mtp_model(folder, **WIDE) if name == "mtp" else write_model(folder, name, **WIDE)
+            sizes = {**WIDE, "max_position_embeddings": CONTEXT}
+            write_mtp_model(folder, **sizes) if name == "mtp" else write_model(folder, name, **sizes)
         tasks = [*product(kinds, folders.values(), given.formats.split(","))]
         with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
             going = [pool.submit(run, folder, given.device, format, how, given) for how, folder, format in tasks]

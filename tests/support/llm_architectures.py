@@ -257,7 +257,7 @@ def write_model(folder: Path, name: str, **more: Any) -> None:
 
 def write_mtp_model(folder: Path, **more: Any) -> None:
     """A qwen35 with an MTP block: a layer of attention, as the last one of the model, with numbers of its own."""
-    write_model(folder, "qwen35", max_position_embeddings=256, **more)
+    write_model(folder, "qwen35", **{"max_position_embeddings": 256, **more})
     arrays, rng = load_file(folder / "model.safetensors"), np.random.default_rng(0)
     block = {name.replace("model.layers.3.", "mtp.layers.0."): a for name, a in arrays.items() if ".layers.3." in name}
     block |= {

@@ -125,6 +125,11 @@ class Usage:
     accepted: int = 0
     rejected: int = 0
 
+    @property
+    def drafted(self) -> dict[str, int]:
+        """The last two, by OpenAI's names."""
+        return {"accepted_prediction_tokens": self.accepted, "rejected_prediction_tokens": self.rejected}
+
 
 class Format(ABC):
     """Writes answers in the JSON of one API. prompt: the text that messages made. telemetry: of the answers, if the

@@ -130,6 +130,7 @@ class MessagesBody(Body, kw_only=True):
     thinking: Thinking | None = None
     output_format: OutputFormat | None = None
     output_config: OutputConfig | None = None
+    draft: bool = True
 
 
 def read_messages(service: Service, body: MessagesBody) -> Asked:
@@ -170,6 +171,7 @@ def conversation_of(body: MessagesBody) -> Conversation:
             top_p=body.top_p,
             top_k=body.top_k,
             stop=tuple(body.stop_sequences),
+            draft=body.draft,
         ),
         functions=[Function(tool.name, tool.input_schema, tool.description, tool.strict) for tool in tools],
         choice=choice,
@@ -312,6 +314,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.completion,
+        **usage.drafted,
     }
 
 

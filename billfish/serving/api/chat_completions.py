@@ -389,7 +389,6 @@ def usage_of(usage: Usage) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": usage.cached},
         "completion_tokens_details": {
             "reasoning_tokens": usage.thought,
-            "accepted_prediction_tokens": usage.accepted,
-            "rejected_prediction_tokens": usage.rejected,
+            **usage.drafted,
         },
     }

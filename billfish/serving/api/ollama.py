@@ -95,6 +95,7 @@ class Common(Body, kw_only=True):
     stream: bool = True
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_ALTERNATIVES)] = 0
+    draft: bool = True
 
     @property
     def alternatives(self) -> int | None:
@@ -167,6 +168,7 @@ def settings_of(body: Common) -> AnswerSettings:
         presence_penalty=given.presence_penalty,
         frequency_penalty=given.frequency_penalty,
         logprobs=body.alternatives,
+        draft=body.draft,
     )
 
 

@@ -175,6 +175,7 @@ class ResponsesBody(Body, kw_only=True):
     stream: bool = False
     timings_per_token: bool = False
     return_progress: bool = False
+    draft: bool = True
 
     @property
     def alternatives(self) -> int | None:
@@ -230,6 +231,7 @@ def read_responses(service: Service, body: ResponsesBody) -> Asked:
             min_p=body.min_p,
             seed=body.seed,
             logprobs=body.alternatives,
+            draft=body.draft,
         ),
         place="input",
         functions=[_function(name, each.tool) for name, each in tools.items()],
@@ -485,7 +487,7 @@ class ResponsesFormat(Format):
             "input_tokens": usage.prompt,
             "input_tokens_details": {"cached_tokens": usage.cached},
             "output_tokens": usage.completion,
-            "output_tokens_details": {"reasoning_tokens": usage.thought},
+            "output_tokens_details": {"reasoning_tokens": usage.thought, **usage.drafted},
             "total_tokens": usage.prompt + usage.completion,
         }
         if self._body.store:

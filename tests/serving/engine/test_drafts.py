@@ -292,3 +292,38 @@ def test_a_server_tells_of_drafts(tmp_path, always):
     counts = {line.split()[0]: float(line.split()[1]) for line in lines if line.startswith("billfish_")}
     assert counts["billfish_drafted_tokens_total"] >= counts["billfish_accepted_tokens_total"] > 0
     assert counts["billfish_drafts_total"] > 0
+
+
+MESSAGES = [{"role": "user", "content": "abab" * 20}]
+OTHERS = {
+    "/v1/responses": {"input": "abab" * 20, "temperature": 0, "max_output_tokens": 40},
+    "/v1/messages": {"messages": MESSAGES, "temperature": 0, "max_tokens": 40},
+    "/api/generate": {"prompt": "abab" * 20, "raw": True, "stream": False, "options": {"temperature": 0}},
+}
+
+
+def test_other_apis_switch_drafts_off_and_tell_of_them(tmp_path, always, monkeypatch):
+    """Ollama's has no object for the usage: its requests may do without drafts, and nothing tells of them."""
+    monkeypatch.setattr("billfish.llm.model.NgramDrafter", lambda: Oracle([]))
+    monkeypatch.setattr(Oracle, "draft", lambda self, sequence, most: [70] * most)
+    write_model(tmp_path / "small.gguf", Small(context=256))
+    with serving(tmp_path / "small.gguf", streams=2, draft="ngram") as server:
+
+        def drafted() -> float:
+            with urllib.request.urlopen(server.url + "/metrics") as answer:
+                lines = answer.read().decode().splitlines()
+            return next(float(line.split()[1]) for line in lines if line.startswith("billfish_drafted_tokens_total "))
+
+        for path, body in OTHERS.items():
+            before = drafted()
+            plain, told = send(server.url, path, {**body, "draft": False})[2], drafted()
+            assert told == before, path
+            answer, now = send(server.url, path, body)[2], drafted()
+            assert now > before, path
+            if path == "/api/generate":
+                assert answer["response"] == plain["response"]
+                continue
+            counts = [made["usage"].get("output_tokens_details", made["usage"]) for made in (plain, answer)]
+            names = "accepted_prediction_tokens", "rejected_prediction_tokens"
+            assert [counts[0][name] for name in names] == [0, 0], path
+            assert sum(counts[1][name] for name in names) == now - before, path
