@@ -28,6 +28,8 @@ import billfish as bf
 from benchmarks import command, machine, records
 from benchmarks.random_model import MIXTURES, SHAPES, MixtureShape, Shape, write_random_model
 from benchmarks.timing import captured, timed
+from billfish.core.typing import CacheType
+from billfish.llm.cuda import CudaDecoder
 
 GENERATED = 128  # tokens of each text, in every case that generates
 PROMPTS = (512, 2048)
@@ -190,7 +192,7 @@ def row(record: dict[str, Any]) -> str:
 
 
 def measure(
-    shape: Shape | MixtureShape, path: Path, llama: Path | None, rounds: int
+    shape: Shape | MixtureShape, path: Path, llama: Path | None, rounds: int, cache_type: CacheType = "float16"
 ) -> tuple[dict[str, Rates], dict[str, str]]:
     """Of billfish and its peers, the rates by name, and the peers' versions."""
     rates: dict[str, Rates] = {}
@@ -200,7 +202,7 @@ def measure(
         for case, values in measured.items():
             rates.setdefault(name, {}).setdefault(case, []).extend(values)
 
-    ours = Ours(bf.llm.load(path, device="cuda"))
+    ours = Ours(bf.llm.load(path, device="cuda", cache_type=cache_type))
     ours.measure()  # compiles kernels and captures graphs
     for _ in range(rounds):
         add(OURS, ours.measure())
@@ -238,6 +240,8 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=list(MODELS), default=list(MODELS), help="models (default: all)")
     parser.add_argument("--llama", type=Path, metavar="FOLDER", help="folder with llama-bench and llama-batched-bench")
     parser.add_argument("--peers", type=Path, metavar="FILE", help="record of peers' rates, for those that do not run")
+    types = CudaDecoder.cache_types
+    parser.add_argument("--cache-type", choices=types, default=types[0], help="of our KV cache (default: float16)")
     parser.add_argument("--models", type=Path, metavar="FOLDER", help="folder that keeps the GGUF files (35 GB)")
     flags = parser.parse_args()
     llama = flags.llama
@@ -249,12 +253,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as passing:
         for name in flags.shapes:
             path = model_file(name, flags.models or Path(passing))
-            rates, peers = measure(MODELS[name], path, llama, flags.rounds)
+            rates, peers = measure(MODELS[name], path, llama, flags.rounds, flags.cache_type)
             versions |= peers
             found += records_of(name, rates)
             versions |= add_peers(found, recorded)
             print(*(row(record) for record in found if record["shape"] == name), sep="\n")
-            records.write(flags.json, {"machine": machine.gpu(), "versions": versions, "records": found})
+            about = {"machine": machine.gpu(), "versions": versions, "cache_type": flags.cache_type}
+            records.write(flags.json, about | {"records": found})
 
 
 if __name__ == "__main__":

@@ -690,6 +690,16 @@ def activation_rounding(results: Results) -> str:
     return table([head, *([weights, *cells] for weights, cells in found.items())])
 
 
+def cache_types(results: Results) -> str:
+    """KL divergence from the reference of the device, and how often the top-1 token is the same."""
+    devices = {"cpu": "CPU", "cuda": "CUDA", "emulated": "CUDA, its kernels computed in NumPy, not on a GPU"}
+    lines = [["type", "reference", "on", "KL divergence", "same token"]]
+    for r in results["records"]:
+        lost = f"{r['divergence']:.2e} ± {r['divergence_error']:.0e}"
+        lines.append([r["cache_type"], r["reference"], devices[r["device"]], lost, f"{100 * r['same_best']:.1f} %"])
+    return table(lines)
+
+
 def byte_products(results: Results) -> str:
     """Microseconds; in brackets, speed-up over cuBLAS in float16, and over the same weights with float16 activations.
 
@@ -1027,6 +1037,9 @@ TABLES: Mapping[str, Table] = {
     "quality-plan": Table("quality.json", plan),
     "mixture-bits": Table("mixture_bits.json", mixture, "python -m benchmarks.mixture_bits --json FILE"),
     "activations-kl": Table("activations.json", activation_rounding, "python -m benchmarks.activations --json FILE"),
+    "cache-types-kl": Table(
+        "cache_types.json", cache_types, "python -m benchmarks.cache_types --devices cpu,emulated --json FILE"
+    ),
     "search-errors": Table("quantization_error.json", search, "python -m benchmarks.quantization_error --json FILE"),
     "sentence-embeddings": Table(
         "sentence_embeddings.json", cosines, "python -m benchmarks.sentence_embeddings --json FILE"

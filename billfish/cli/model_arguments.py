@@ -58,8 +58,8 @@ def add_model_arguments(
     group.add_argument(
         "--cache-type",
         metavar="TYPE",
-        help="type of the KV cache: float32, float16, or int8 on the CPU (default: float32 on the CPU, float16 on a "
-        "GPU)",
+        help="type of the KV cache: float32, float16, int8 on the CPU, or fp8 on an NVIDIA GPU (default: float32 on "
+        "the CPU, float16 on a GPU)",
     )
     add_threads(group)
 

@@ -17,7 +17,7 @@ OTHERS = {
     **dict.fromkeys(("-hf", "-hfr", "--hf-repo", "-mu", "--model-url"), DOWNLOAD),
     **dict.fromkeys(("-no-cnv", "--no-conversation"), "Use --raw."),
     **dict.fromkeys(("-np", "--parallel"), "Use --streams N."),
-    **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"), "Use --cache-type float16 or int8."),
+    **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"), "Use --cache-type float16, int8 or fp8."),
     **dict.fromkeys(("--n-predict", "--predict", "--max-new-tokens"), "Use -n N."),
     **dict.fromkeys(("-sys", "--system-prompt"), "Use --system TEXT."),
     **dict.fromkeys(("-s", "--rng-seed"), "Use --seed S."),

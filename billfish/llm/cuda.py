@@ -30,7 +30,7 @@ from billfish.backends.cuda.driver import (
 from billfish.backends.cuda.embedding import DeviceEmbedding
 from billfish.backends.cuda.step_memory import PAGE
 from billfish.core.errors import BackendUnavailable, DataError, ModelError, bad_argument, failure
-from billfish.core.typing import Activations
+from billfish.core.typing import Activations, CacheType
 from billfish.llm.cuda_blocks import BlockMaker
 from billfish.llm.cuda_kv_cache import CudaCache, SequencePool
 from billfish.llm.cuda_mtp import CudaMtpDecoder
@@ -46,6 +46,7 @@ from billfish.llm.model_weights import CALL, ModelTensors
 from billfish.llm.sampler import NextToken, Sampler
 
 TOGETHER = 512  # sequences that are in one step, at most
+FP8_CAPABILITY = 8, 9  # from which on GPUs convert E4M3
 EIGHT_BITS = ("fp8", "q8")  # x in products of prompts, where matrices have formats that can; Hopper's
 CHUNK, FEW_CHUNK = 2048, 64  # rows of a prompt at once; on GPUs that are not Hopper the kernels take no more than 64
 
@@ -145,10 +146,10 @@ class Ahead(NamedTuple):
 
 
 class CudaDecoder(Decoder):
-    """All layers on one GPU. x is float16, keys and values too."""
+    """All layers on one GPU. x is float16, keys and values are float16 or E4M3."""
 
     usual = exact = None
-    cache_types, cache_type = ("float16",), "float16"
+    cache_types, cache_type = ("float16", "fp8"), "float16"
     overlaps = True
 
     def __init__(self, tensors: ModelTensors, ordinal: int) -> None:
@@ -166,11 +167,22 @@ class CudaDecoder(Decoder):
         self._late: weakref.ref[CudaPending] | None = None  # whose last step has late rows that are not sampled
         self._drafts = False  # whether answers were drafted
 
+    def set_cache_type(self, cache_type: CacheType) -> None:
+        """Raises for a GPU that cannot convert E4M3, and for a decoder whose pages are laid out."""
+        if cache_type == "fp8" and self._gpu.capability < FP8_CAPABILITY:
+            major, minor = self._gpu.capability
+            expected = f"'float16' on {self._gpu.name}: fp8 needs compute capability 8.9, this GPU has {major}.{minor}"
+            raise DataError(bad_argument(CALL, "cache_type", repr(cache_type), expected))
+        if cache_type != self.cache_type and hasattr(self, "_pool"):
+            problem = f"the KV cache of this model is {self.cache_type} already"
+            raise ModelError(failure(CALL, problem, f"Load it with cache_type={cache_type!r}."))
+        super().set_cache_type(cache_type)
+
     def pack(self, under_way: Callable[[], object]) -> None:
         under_way()
         weights = GpuWeights(self.tensors, self._ordinal)
         try:
-            maker = BlockMaker(self.config, weights)
+            maker = BlockMaker(self.config, weights, self.cache_type)
             blocks = [maker.block(i) for i in range(self.config.layers)]
             per_layer = self.config.per_layer_embedding
             layer_inputs = None if per_layer is None else maker.layer_inputs(per_layer)

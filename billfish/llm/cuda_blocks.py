@@ -14,6 +14,7 @@ from billfish.backends.cuda.driver import device
 from billfish.backends.cuda.embedding import DeviceLayerInputs, RopeTables
 from billfish.backends.cuda.mixture_step import DeviceDenseAndMixture, DeviceMixture
 from billfish.core.errors import BackendUnavailable, failure
+from billfish.core.typing import CacheType
 from billfish.llm.cuda_mixture import pack_mixture
 from billfish.llm.cuda_recurrent import recurrent_mixer
 from billfish.llm.cuda_weights import GpuWeights
@@ -51,7 +52,7 @@ class SequenceLayout:
     state_bytes: int
 
 
-def sequence_layout(model: Model) -> SequenceLayout:
+def sequence_layout(model: Model, cache_type: CacheType) -> SequenceLayout:
     """Layers with one window share a table of pages. A layer that others share keys with needs the widest window."""
     windows = dict[int, list[int]]()
     for i, block in enumerate(model.blocks):
@@ -68,23 +69,23 @@ def sequence_layout(model: Model) -> SequenceLayout:
         elif mixer.shares is None:
             table = kinds.index(widest[i])
             places[i] = PagePlace(table, sizes[table])
-            sizes[table] += head_sizes(mixer).page_bytes
+            sizes[table] += head_sizes(mixer, cache_type).page_bytes
         else:
             places[i] = places[mixer.shares]
     tables = tuple(PageTable(window, max(size, 16)) for window, size in zip(kinds, sizes, strict=True))
     return SequenceLayout(tables, places, states, offset)
 
 
-def head_sizes(attention: Attention) -> HeadSizes:
-    return HeadSizes(attention.heads, attention.kv_heads, attention.head_size)
+def head_sizes(attention: Attention, cache_type: CacheType) -> HeadSizes:
+    return HeadSizes(attention.heads, attention.kv_heads, attention.head_size, cache_type == "fp8")
 
 
 class BlockMaker:
     """Makes device blocks of a description, with weights that `weights` packs."""
 
-    def __init__(self, model: Model, weights: GpuWeights) -> None:
-        self._model, self._weights = model, weights
-        self.layout = sequence_layout(model)
+    def __init__(self, model: Model, weights: GpuWeights, cache_type: CacheType = "float16") -> None:
+        self._model, self._weights, self._cache_type = model, weights, cache_type
+        self.layout = sequence_layout(model, cache_type)
         pairs = [rope.size // 2 for rope in model.ropes]
         self._rotations = [
             Rotation(sum(pairs[:i]), pairs[i], sum(pairs), rope.adjacent) for i, rope in enumerate(model.ropes)
@@ -137,13 +138,14 @@ class BlockMaker:
 
     def _attention(self, a: Attention, i: int) -> DeviceAttention:
         weights, gpu = self._weights, device(self._weights.ordinal)
-        if head_sizes(a).least_bytes > gpu.shared_bytes:
+        sizes = head_sizes(a, self._cache_type)
+        if sizes.least_bytes > gpu.shared_bytes:
             problem = f"{gpu.name} has too little shared memory for heads of {a.head_size} numbers"
             raise BackendUnavailable(failure(CALL, problem, "Use device cpu."))
         matrices = [matrix for matrix in (a.q, a.k, a.v) if matrix is not None]
         sinks = weights.tensors.vector(a.sinks)
         return DeviceAttention(
-            head_sizes(a),
+            sizes,
             weights.matrices(matrices),
             weights.matrix(a.output),
             self.layout.places[i],

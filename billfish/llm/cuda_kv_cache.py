@@ -267,7 +267,7 @@ class PageList:
 
 
 class CudaCache(Cache):
-    """Keys and values in 16 bits, in pages; states of recurrent layers in float32, with checkpoints to go back to."""
+    """Keys and values in pages; states of recurrent layers in float32, with checkpoints to go back to."""
 
     def __init__(self, config: Model, pool: SequencePool, capacity: int) -> None:
         super().__init__(config, capacity)

@@ -827,8 +827,8 @@ def load(
     method, statistics: how these are quantized, as in :func:`billfish.quantize_checkpoint`.
     convert: a function instead of `quantize`. It is called with GGUF's name and the tensor of everything in the file,
     and returns what to use.
-    cache_type: of the KV cache: "float32"; "float16" in half the memory; or on the CPU "int8" in a quarter of it. None
-    is float32 on the CPU and float16 on a GPU.
+    cache_type: of the KV cache: "float32"; "float16" in half the memory; on the CPU "int8" in a quarter of it; or on
+    an NVIDIA GPU "fp8" (E4M3), likewise. None is float32 on the CPU and float16 on a GPU.
     progress: as in :func:`billfish.convert`; a bar is drawn for loads that take long.
 
     Returns a Model. Raises ModelError for a model that cannot be run, CheckpointError for a file that cannot be read,

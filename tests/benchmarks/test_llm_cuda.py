@@ -214,19 +214,20 @@ def test_a_run_without_peers_says_so_and_writes_its_records(tmp_path, monkeypatc
 
     rates = {case: [100.0] for case in llm_cuda.CASES}
     gpu = {"gpu": "NVIDIA H200", "arch": "sm_90a", "multiprocessors": 132, "date": "2026-01-31"}
-    monkeypatch.setattr(llm_cuda, "SHAPES", {"1b": tiny()})
-    monkeypatch.setattr(llm_cuda.bf.llm, "load", lambda path, device: (path.exists(), device))
-    monkeypatch.setattr(llm_cuda, "Ours", lambda model: SimpleNamespace(measure=lambda: {(True, "cuda"): rates}[model]))
+    monkeypatch.setattr(llm_cuda, "MODELS", {"1b": tiny()})
+    monkeypatch.setattr(llm_cuda.bf.llm, "load", lambda path, device, cache_type: (path.exists(), device, cache_type))
+    known = {(True, "cuda", "fp8"): rates}
+    monkeypatch.setattr(llm_cuda, "Ours", lambda model: SimpleNamespace(measure=lambda: known[model]))
     monkeypatch.setattr(llm_cuda, "Transformers", without_transformers)
     monkeypatch.setattr(machine, "gpu", lambda: gpu)
     file = tmp_path / "records.json"
-    monkeypatch.setattr(sys, "argv", ["llm_cuda.py", "--shapes", "1b", "--json", str(file)])
+    monkeypatch.setattr(sys, "argv", ["llm_cuda.py", "--shapes", "1b", "--cache-type", "fp8", "--json", str(file)])
     llm_cuda.main()
     said = capsys.readouterr().out
     assert "no llama-bench in --llama FOLDER; left out" in said
     assert "No module named 'transformers'; left out" in said
     written = json.loads(file.read_text())
-    assert set(written) == {"machine", "versions", "records"}
-    assert written["machine"] == gpu
+    assert set(written) == {"machine", "versions", "cache_type", "records"}
+    assert (written["machine"], written["cache_type"]) == (gpu, "fp8")
     assert {"billfish", "torch", "numpy"} == set(written["versions"])
     assert written["records"] == llm_cuda.records_of("1b", {"billfish": rates})

@@ -22,7 +22,7 @@ from billfish.backends import BACKENDS
 from billfish.backends.cuda.driver import device, free_bytes
 from billfish.core.errors import BackendUnavailable
 from billfish.llm import Model, default_model, load
-from billfish.llm.cuda import CudaDecoder
+from billfish.llm.cuda import FP8_CAPABILITY, CudaDecoder
 from billfish.llm.sampler import Sampling
 from billfish.serving.engine.engine import Engine
 from billfish.serving.engine.requests import Request
@@ -87,6 +87,36 @@ def test_every_architecture_gives_the_cpus_logits(tmp_path, monkeypatch, name):
     prompts = [text[:n] for n in (5, 80, 1, 33, 64, 129)]
     together = gpu.generate_batch(prompts, max_tokens=8)
     assert together == ["".join(gpu.generate(prompt, max_tokens=8)) for prompt in prompts]
+
+
+@pytest.mark.skipif(device().capability < FP8_CAPABILITY, reason="fp8 needs compute capability 8.9")
+@pytest.mark.parametrize("name", ["llama3", "gpt-oss", "gemma2", "gemma4", "qwen35moe"])
+def test_logits_over_an_fp8_cache_are_near_the_cpus(tmp_path, monkeypatch, name):
+    write_architecture(tmp_path, name, max_position_embeddings=512)
+    cpu, gpu = load(tmp_path, device="cpu"), load(tmp_path, device="cuda", cache_type="fp8")
+    text = [4 + token % 60 for token in TOKENS]
+    expected, found = cpu.logits(text, activations="exact"), gpu.logits(text)
+    errors = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert 1e-3 < np.median(errors) < 0.2  # random weights make attention sharp, so that steps of an eighth show
+    monkeypatch.setattr(bf.BACKENDS["cuda"], "batch_invariant", True)
+    prompts = [text[:n] for n in (5, 80, 1, 33, 64, 129)]
+    together = gpu.generate_batch(prompts, max_tokens=8)
+    assert together == ["".join(gpu.generate(prompt, max_tokens=8)) for prompt in prompts]
+
+
+@pytest.mark.skipif(device().capability < FP8_CAPABILITY, reason="fp8 needs compute capability 8.9")
+@pytest.mark.parametrize("head_size", [32, 64, 96, 128, 192, 256])
+def test_decode_steps_over_a_long_fp8_cache_are_as_prefill(tmp_path, head_size):
+    """CTAs of a cluster split the keys, sixteen from 2048 positions on."""
+    write_model(tmp_path / "model.gguf", Small(**(SIZES | {"head_size": head_size})))
+    model = load(tmp_path / "model.gguf", device="cuda", cache_type="fp8")
+    text = np.random.default_rng(1).integers(4, 260, 2300).tolist()
+    for start in (7, 64, 700, 2290):
+        scores, cache, sampler = model.logits(text[: start + 3]), model.cache(), Sampling().sampler()
+        model.decoder.choose([(cache, text[:start])], [sampler], None)
+        for i in range(start, start + 3):
+            [token] = model.decoder.choose([(cache, [text[i]])], [sampler], None)
+            assert scores[i][token] >= scores[i].max() - 0.05 * scores[i].std()
 
 
 def mixed(name: str, tensor: np.ndarray) -> Any:

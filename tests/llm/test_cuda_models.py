@@ -18,6 +18,7 @@ from billfish.llm.decoder_base import PENDING
 from billfish.llm.sampler import Sampling
 
 LIMIT = 1e-2  # of the norm of logits: numbers between products are float16
+FP8_LIMIT = 0.2  # random weights make attention sharp, so that steps of an eighth show
 # Together these have every kind of part and nearly every setting.
 OFTEN = ("gemma2", "gemma4", "gemma4-moe", "gpt-oss", "olmo3", "ministral3", "qwen35moe", "lfm2", "granitehybrid")
 
@@ -56,6 +57,23 @@ def test_logits_are_the_cpus(gpu, name, tmp_path):
             assert scores[token] >= scores.max() - 0.1 * scores.std()
         fed = [[text[30 + i]], [text[62 + i]]]
     check_steps_of_both(model, text, expected, caches)
+
+
+# Heads of 32 and 64 numbers in layers with and without windows; sinks; keys that layers share.
+@pytest.mark.parametrize("name", first(2, ["gpt-oss", "gemma4", "gemma2", "qwen35moe"]))
+def test_logits_over_an_fp8_cache_are_near_the_cpus(gpu, name, tmp_path):
+    write_model(tmp_path, name, max_position_embeddings=256)
+    cpu, model = load(tmp_path, device="cpu"), load(tmp_path, device="cuda", cache_type="fp8")
+    text = [*TOKENS, *TOKENS[5:30]]
+    expected = cpu.logits(text, activations="exact")
+    model.decoder.chunk = 64
+    found = model.logits(text)
+    errors = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert LIMIT / 4 < np.median(errors) < FP8_LIMIT, errors
+    caches, samplers = [model.cache() for _ in range(2)], [Sampling().sampler() for _ in range(2)]
+    chosen = model.decoder.choose([(caches[0], text[:30]), (caches[1], text[:62])], samplers, None)
+    for end, token in zip((30, 62), chosen, strict=True):
+        assert found[end - 1][token] >= found[end - 1].max() - 0.1 * found[end - 1].std()
 
 
 def test_all_rows_of_a_mixture_are_right_where_no_row_is_near_a_tie(gpu, tmp_path):

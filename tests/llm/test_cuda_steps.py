@@ -7,6 +7,7 @@ import random
 import threading
 from collections import Counter as Calls
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -413,6 +414,30 @@ def test_a_cache_that_is_collected_while_another_takes_pages(model, monkeypatch)
     pages = [page for cache in caches for page in cache.lists[0].pages]
     assert len({*pages, *pool._free}) == len(pages) + len(pool._free)
     assert sum(slab.nbytes for slab in pool._slabs) == (len(pages) + len(pool._free)) * pool.page_bytes > taken
+
+
+def test_an_fp8_cache_has_a_byte_for_a_number_and_a_scale_for_a_position(gpu, model, tmp_path):
+    fp8 = load(tmp_path / "model.gguf", device="cuda", cache_type="fp8")
+    size = model.config.blocks[0].mixer.head_size
+    heads, wide = 2 * SMALL.kv_heads * SMALL.layers, -(-size // 64) * 64
+    assert [m.decoder.pages.pools[0].page_bytes for m in (model, fp8)] == [64 * heads * n for n in (2 * wide, wide + 4)]
+    cache = fp8.cache()
+    answer = fp8.generate(counting(3, 70), max_tokens=70, cache=cache)
+    assert tokens_of(answer) == counting(73, 70)
+    other = cache.copy()
+    assert tokens_of(fp8.generate([*other.tokens, 9], max_tokens=3, cache=other)) == counting(10, 3)
+    assert cache.nbytes == len(cache.lists[0].pages) * fp8.decoder.pages.pools[0].page_bytes
+
+
+def test_an_fp8_cache_needs_a_gpu_that_converts_e4m3(gpu, model, tmp_path):
+    with pytest.raises(bf.DataError, match=r"cache_type.*'int8'.*'float16' or 'fp8' on cuda:0"):
+        load(tmp_path / "model.gguf", device="cuda", cache_type="int8")
+    with pytest.raises(bf.ModelError, match=r"KV cache .* float16 already.*cache_type='fp8'"):
+        model.decoder.set_cache_type("fp8")
+    model.decoder.set_cache_type("float16")
+    model.decoder._gpu = replace(model.decoder._gpu, capability=(8, 6))
+    with pytest.raises(bf.DataError, match=r"cache_type.*'fp8'.*'float16' on .*compute capability 8\.9.*8\.6"):
+        model.decoder.set_cache_type("fp8")
 
 
 def test_pages_before_a_window_are_given_back(gpu, tmp_path):

@@ -95,8 +95,10 @@ class FiberLauncher:
         threads: int,
         *arguments: int | float,
         shared_bytes: int = 0,
+        cluster: int = 1,
     ) -> None:
         assert shared_bytes <= self.device.shared_bytes
+        assert cluster == 1
         self.launches.append(name)
         letters = signature(f"{name}.cu", f"marlin_{name}")
         slots = np.zeros(len(letters), np.uint64)

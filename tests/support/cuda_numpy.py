@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cuda_fake_gpu import FakeGpu, adjust_rows, chosen_tokens, drawn_tokens, log_probabilities, set_pages
@@ -22,6 +23,7 @@ from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.memory import address
 
 PAGE = 64
+E4M3 = ml_dtypes.float8_e4m3fn
 
 
 class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
@@ -238,22 +240,34 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
         for row in range(rows):
             page = int(table[whose[row], at[row] // PAGE])
             for i, each in enumerate((keys, values)):
-                tile = self.tile(page, offset, i, kv_heads, head)
+                tile, scales = self.tile(macros, page, offset, i, kv_heads)
+                codes = finite(each[row])
+                if scales is not None:
+                    codes, scales[:, at[row] % PAGE] = quantized(each[row])
                 tile[:, at[row] % PAGE, :] = 0
-                tile[:, at[row] % PAGE, self.places(head)[at[row] % PAGE]] = finite(each[row])
+                tile[:, at[row] % PAGE, self.places(head, tile.itemsize)[at[row] % PAGE]] = codes
 
-    def tile(self, page: int, offset: int, values: int, kv_heads: int, head: int) -> np.ndarray:
-        """[kv_heads, PAGE, wide], each row as it lies."""
-        wide = -(-head // 64) * 64
-        self._room(page, offset + 2 * kv_heads * PAGE * wide * 2)
-        return view(page + offset + values * kv_heads * PAGE * wide * 2, np.float16, kv_heads, PAGE, wide)
+    def tile(
+        self, macros: dict[str, str], page: int, offset: int, values: int, kv_heads: int
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """[kv_heads, PAGE, wide], each row as it lies; and the scales [kv_heads, PAGE] of E4M3."""
+        wide, fp8 = -(-int(macros["HEAD"]) // 64) * 64, macros["FP8"] == "1"
+        row_bytes = wide + 4 if fp8 else 2 * wide
+        self._room(page, offset + 2 * kv_heads * PAGE * row_bytes)
+        whole = view(page + offset + values * kv_heads * PAGE * row_bytes, np.uint8, kv_heads, PAGE * row_bytes)
+        if not fp8:
+            return whole.view(np.float16).reshape(kv_heads, PAGE, wide), None
+        rows, scales = whole[:, : PAGE * wide], whole[:, PAGE * wide :]
+        return rows.view(E4M3).reshape(kv_heads, PAGE, wide), scales.view(np.float32)
 
     @staticmethod
     @cache
-    def places(head: int) -> np.ndarray:
+    def places(head: int, itemsize: int) -> np.ndarray:
         """Where the numbers of each row of a page lie: [PAGE, head]."""
         row, i = np.ogrid[:PAGE, :head]
-        return ((i >> 3 ^ row & 7) << 3) + (i & 7)
+        sixteen = 16 // itemsize
+        swizzle = row & 7 if -(-head // 64) * itemsize % 2 == 0 else row >> 1 & 3
+        return (i // sixteen ^ swizzle) * sixteen + i % sixteen
 
     def attend(
         self, macros: dict[str, str], grid: tuple[int, ...], q: int, blocks: int, pages: int, out: int, sinks: int,
@@ -272,11 +286,15 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
                 seen = []  # of each page: [rows, kv_heads, head]
                 for page in range(first // PAGE, position // PAGE + 1):
                     rows = slice(max(0, first - page * PAGE), min(PAGE, position + 1 - page * PAGE))
-                    tile = self.tile(int(table[page]), offset, i, kv_heads, head)[:, rows]
-                    where = np.broadcast_to(self.places(head)[rows], (*tile.shape[:2], head))
-                    seen.append(np.take_along_axis(tile, where, axis=2).swapaxes(0, 1))
+                    tile, scales = self.tile(macros, int(table[page]), offset, i, kv_heads)
+                    places = self.places(head, tile.itemsize)[rows]
+                    where = np.broadcast_to(places, (kv_heads, *places.shape))
+                    numbers = np.take_along_axis(tile[:, rows], where, axis=2).astype(np.float32)
+                    if scales is not None:
+                        numbers *= scales[:, rows, None]
+                    seen.append(numbers.swapaxes(0, 1))
                 both.append(np.concatenate(seen))
-            keys, values = (np.repeat(each.astype(np.float32), group, axis=1) for each in both)
+            keys, values = (np.repeat(each, group, axis=1) for each in both)
             whole = view(q + 2 * row * q_stride, np.float16, heads, 1 + gate, head).astype(np.float32)
             s = np.einsum("hd,khd->hk", whole[:, 0], keys)
             if macros["CAPPED"] == "1":
@@ -289,3 +307,12 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
             if gate:
                 made *= sigmoid(whole[:, 1])
             view(out + 2 * row * heads * head, np.float16, heads, head)[:] = finite(made)
+
+
+def quantized(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x [..., numbers] in E4M3, and the scale of each row, as pages.cuh has them."""
+    x = np.clip(x, -61440, 61440)
+    fraction, exponent = np.frexp(np.abs(x).max(axis=-1))  # fraction in [0.5, 1), and 448 is 0.875 * 2^9
+    powers = np.where(fraction == 0, -24, np.maximum(exponent - 9 + (fraction > 0.875), -24))
+    scales = np.ldexp(np.float32(1), powers)
+    return (x / scales[..., None]).astype(E4M3), scales

@@ -7,10 +7,15 @@
 // Otherwise: prefill, WARPS * 16 rows of one sequence. Every warp attends to all keys up to its own positions.
 //
 // Compiled with TYPE, HEAD, GROUP, WARPS, STAGES (tiles of keys and values in shared memory), FEW, MOST_PARTS (CTAs of a cluster, at most), WINDOWED (a position attends to the last
-// `window` ones), CAPPED (scores s become cap tanh(s / cap)) and OUTPUT_GATE (a head of q has a gate behind it, whose sigmoid its output is
-// multiplied with). Scores are in powers of two: q, cap and sinks have log2(e) in them.
+// `window` ones), CAPPED (scores s become cap tanh(s / cap)), OUTPUT_GATE (a head of q has a gate behind it, whose sigmoid its output is
+// multiplied with) and FP8 (of the KV cache). Scores are in powers of two: q, cap and sinks have log2(e) in them.
 #include "hopper.cuh"
 #include "pages.cuh"
+
+// FP8: a register of an operand from shared memory has four codes, which become two registers of float16. A lane's four codes of a key are the numbers
+// 4c to 4c + 3 of sixteen, so q is loaded in that order. Scores are multiplied by the scales of keys in float32. The four codes of two values' rows are
+// two neighbouring columns, which go to two mmas, so a lane's sums are the columns 4c to 4c + 3 of sixteen. Values are multiplied by their scales in
+// float16, which is exact but for the smallest.
 
 // Heads of more than 256 numbers: registers hold half of the output, so that a CTA has the half of the columns of values, and no queries, which
 // lie in shared memory.
@@ -112,6 +117,19 @@ struct Query {
   }
 };
 
+#if FP8
+// The operands of four matrices of codes: of each, those of the low and of the high halves of its numbers of 16 bits.
+struct Decoded {
+  u32 low[4], high[4];
+};
+DEVICE Decoded decoded(const u32 (&codes)[4]) {
+  Decoded r;
+#pragma unroll
+  for (int i = 0; i < 4; i++) r.low[i] = from_codes(codes[i]), r.high[i] = from_codes(codes[i] >> 16);
+  return r;
+}
+#endif
+
 // A warp's partial results for its sixteen rows: of the rows g and g + 8, the largest score, the sum of powers and the weighted values.
 struct Found {
   float largest[2] = {-INFINITE, -INFINITE}, sum[2] = {}, out[EIGHTS][4] = {};
@@ -120,6 +138,27 @@ struct Found {
   template <int COUNT> __device__ __forceinline__ void take(const Query& query, u32 keys, u32 values, int half, int first, int from, const int (&seen)[2], int lane, bool masked, int window, float cap) {
     float s[COUNT / 8][4] = {};
     const int i = lane >> 3, r = lane & 7, c = lane & 3;
+#if FP8
+#pragma unroll
+    for (int step = 0; step < STEPS; step += 2) {
+      u32 q[2][4];
+      query.get(step, q[0]), query.get(step + 1, q[1]);
+#pragma unroll
+      for (int n = 0; n < COUNT / 16; n++) {
+        u32 codes[4];
+        load_matrices(codes, keys + (first + n * 16 + (i >> 1) * 8 + r) * ROW_BYTES + ((step + (i & 1) ^ swizzle(r)) << 4));
+        const Decoded b = decoded(codes);
+#pragma unroll
+        for (int m = 0; m < 4; m++) TYPE::mma(s[2 * n + m / 2], q[m % 2], b.low[m], b.high[m]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < COUNT / 8; n++) {
+      const uint2 scales = load_shared8(keys + ROWS_BYTES + (first + n * 8 + 2 * c) * 4);
+#pragma unroll
+      for (int e = 0; e < 4; e++) s[n][e] *= __uint_as_float(e & 1 ? scales.y : scales.x);
+    }
+#else
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
       u32 q[4];
@@ -132,6 +171,7 @@ struct Found {
         TYPE::mma(s[2 * n + 1], q, b[2], b[3]);
       }
     }
+#endif
     if (CAPPED)
 #pragma unroll
       for (int n = 0; n < COUNT / 8; n++)
@@ -166,6 +206,27 @@ struct Found {
     for (int n = 0; n < COUNT / 16; n++) {
       // The sums' places in registers are those of an operand.
       const u32 p[4] = {TYPE::pack(s[2 * n][0], s[2 * n][1]), TYPE::pack(s[2 * n][2], s[2 * n][3]), TYPE::pack(s[2 * n + 1][0], s[2 * n + 1][1]), TYPE::pack(s[2 * n + 1][2], s[2 * n + 1][3])};
+#if FP8
+      u32 scales[2];  // of the keys 2c and 2c + 1 of each eight
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        const uint2 both = load_shared8(values + ROWS_BYTES + (first + n * 16 + m * 8 + 2 * c) * 4);
+        scales[m] = TYPE::pack(__uint_as_float(both.x), __uint_as_float(both.y));
+      }
+#pragma unroll
+      for (int d = 0; d < EIGHTS / 4; d++) {
+        u32 codes[4];
+        load_matrices_transposed(codes, values + (first + n * 16 + (i & 1) * 8 + r) * ROW_BYTES + ((half * (COLUMNS / 16) + d * 2 + (i >> 1) ^ swizzle(r)) << 4));
+#pragma unroll
+        for (int m = 0; m < 4; m++) codes[m] = permute(codes[m], 0, 0x3120);  // the even column of both keys, then the odd one
+        const Decoded b = decoded(codes);
+#pragma unroll
+        for (int m = 0; m < 4; m += 2) {
+          TYPE::mma(out[4 * d + m], p, TYPE::mul2(b.low[m], scales[0]), TYPE::mul2(b.low[m + 1], scales[1]));
+          TYPE::mma(out[4 * d + m + 1], p, TYPE::mul2(b.high[m], scales[0]), TYPE::mul2(b.high[m + 1], scales[1]));
+        }
+      }
+#else
 #pragma unroll
       for (int d = 0; d < EIGHTS / 2; d++) {
         u32 b[4];
@@ -173,8 +234,13 @@ struct Found {
         TYPE::mma(out[2 * d], p, b[0], b[1]);
         TYPE::mma(out[2 * d + 1], p, b[2], b[3]);
       }
+#endif
     }
   }
+  // Pair n of a lane's sums of row h: the column of the first, and both.
+  static __device__ __forceinline__ int column(int n, int c) { return FP8 ? n / 2 * 16 + 4 * c + n % 2 * 2 : n * 8 + 2 * c; }
+  __device__ __forceinline__ float low(int n, int h) const { return FP8 ? out[n & ~1][2 * h + n % 2] : out[n][2 * h]; }
+  __device__ __forceinline__ float high(int n, int h) const { return FP8 ? out[n | 1][2 * h + n % 2] : out[n][2 * h + 1]; }
   // The sums of a row are with four lanes.
   __device__ __forceinline__ void finish() {
 #pragma unroll
@@ -248,7 +314,7 @@ marlin_attend(const u16* __restrict__ q, const int4* __restrict__ blocks, const 
     u32 part[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int h = i % 2, at = step * 16 + i / 2 * 8 + 2 * c;
+      const int h = i % 2, at = step * 16 + (FP8 ? 4 * c + i / 2 * 2 : i / 2 * 8 + 2 * c);
       part[i] = row_of[h] >= 0 && at < HEAD ? *(const u32*)(from_row[h] + at) : 0;
     }
     query.put(step, part);
@@ -262,7 +328,10 @@ marlin_attend(const u16* __restrict__ q, const int4* __restrict__ blocks, const 
     tiles.wait(stage, parity);
     const u32 keys = tiles.keys + stage * TILE_BYTES, values = tiles.values + stage * TILE_BYTES;
     if (from + PAGE > length) {  // memory past the end of the sequence may hold NaN, and 0 * NaN is NaN
-      for (int at = (length - from) * ROW_BYTES + threadIdx.x * 16; at < TILE_BYTES; at += WARPS * 32 * 16) store_shared16(values + at, make_float4(0, 0, 0, 0));
+      for (int at = (length - from) * ROW_BYTES + threadIdx.x * 16; at < ROWS_BYTES; at += WARPS * 32 * 16) store_shared16(values + at, make_float4(0, 0, 0, 0));
+#if FP8
+      if (threadIdx.x < PAGE && threadIdx.x >= length - from) store_shared4(values + ROWS_BYTES + threadIdx.x * 4, 0);
+#endif
       __syncthreads();
     }
     const bool some = from < most && (!WINDOWED || from + PAGE > least - window), masked = from + PAGE > least || (WINDOWED && from < most - window);
@@ -289,7 +358,7 @@ marlin_attend(const u16* __restrict__ q, const int4* __restrict__ blocks, const 
     for (int h = 0; h < 2; h++)
 #pragma unroll
       for (int n = 0; n < EIGHTS; n++)
-        if (row_of[h] >= 0) put(row_of[h], head_of[h], half * COLUMNS + n * 8 + 2 * c, found.largest[h], found.sum[h], found.out[n][2 * h], found.out[n][2 * h + 1]);
+        if (row_of[h] >= 0) put(row_of[h], head_of[h], half * COLUMNS + Found::column(n, c), found.largest[h], found.sum[h], found.low(n, h), found.high(n, h));
     return;
   }
   // Of the warps, [WARPS][16][COLUMNS] values, [WARPS][16] largest and sums, in the place of the tiles; the CTA's own are the first ones.
@@ -303,7 +372,7 @@ marlin_attend(const u16* __restrict__ q, const int4* __restrict__ blocks, const 
     const int row = warp * 16 + g + 8 * h;
     if (c == 0) largest[row] = found.largest[h], sums[row] = found.sum[h];
 #pragma unroll
-    for (int n = 0; n < EIGHTS; n++) *(float2*)(outs + row * COLUMNS + n * 8 + 2 * c) = make_float2(found.out[n][2 * h], found.out[n][2 * h + 1]);
+    for (int n = 0; n < EIGHTS; n++) *(float2*)(outs + row * COLUMNS + Found::column(n, c)) = make_float2(found.low(n, h), found.high(n, h));
   }
   __syncthreads();
   const int rows = min(16, GROUP - chunk * 16), used = min(parts, all);

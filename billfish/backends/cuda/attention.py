@@ -37,11 +37,12 @@ class PagePlace:
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Of a layer's attention."""
+    """Of a layer's attention. fp8: keys and values in the KV cache are E4M3 with scales, not 16 bits."""
 
     heads: int
     kv_heads: int
     size: int
+    fp8: bool = False
 
     @property
     def group(self) -> int:
@@ -59,9 +60,24 @@ class HeadSizes:
         return 1 if self.wide <= IN_REGISTERS else 2
 
     @property
+    def tile_bytes(self) -> int:
+        """Keys or values of a head and PAGE positions, as pages.cuh has them."""
+        return PAGE * (self.wide + 4 if self.fp8 else 2 * self.wide)
+
+    @property
     def least_bytes(self) -> int:
-        """Of shared memory: a tile of keys and of values, and queries that are not in registers."""
-        return 2 * PAGE * self.wide * 2 + (0 if self.halves == 1 else FEW_WARPS * 16 * self.wide * 2)
+        """Of shared memory: a tile of keys and of values, and queries that are not in registers; or, later in a decode
+        step, the sums of all warps."""
+        return max(2 * self.tile_bytes + self.query_bytes(FEW_WARPS), self.sum_bytes)
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of shared memory: outputs, maxima and sums of the rows of all warps of a decode step."""
+        return FEW_WARPS * 16 * (self.wide // self.halves + 2) * 4
+
+    def query_bytes(self, warps: int) -> int:
+        """Of shared memory: queries that are not in registers."""
+        return 0 if self.halves == 1 else warps * 16 * self.wide * 2
 
     @property
     def query_block(self) -> int:
@@ -71,7 +87,7 @@ class HeadSizes:
     @property
     def page_bytes(self) -> int:
         """Of keys and values of PAGE positions."""
-        return 2 * self.kv_heads * PAGE * self.wide * 2
+        return 2 * self.kv_heads * self.tile_bytes
 
 
 @dataclass(frozen=True)
@@ -188,6 +204,7 @@ class DeviceAttention:
             "NORMED": 0 if self.q_norm is None else 1 + self.joint_norms,
             "VALUES_NORMED": int(self.v_norm),
             "OUTPUT_GATE": int(self.gated),
+            "FP8": int(s.fp8),
             "ROWS": together,
         }
         norms = [0 if norm is None else norm.pointer for norm in (self.q_norm, self.k_norm)]
@@ -206,9 +223,9 @@ class DeviceAttention:
         """few: the rows of sequences that decode, a position each; else the blocks of prompts."""
         s, at = self.sizes, step.at
         parts = (batch.parts or self.parts_for(launcher, batch)) if few else 1
-        warps, tile = FEW_WARPS if few else MANY_WARPS // s.halves, 2 * PAGE * s.wide * 2  # of keys and of values
-        queries = warps * 16 * s.wide * 2 if s.halves > 1 else 0
-        stages = STAGES if STAGES * tile + queries <= launcher.device.shared_bytes else 1
+        warps, tiles = FEW_WARPS if few else MANY_WARPS // s.halves, 2 * s.tile_bytes  # of keys and of values
+        queries = s.query_bytes(warps)
+        stages = STAGES if STAGES * tiles + queries <= launcher.device.shared_bytes else 1
         macros = {
             "TYPE": launcher.type,
             "HEAD": s.size,
@@ -220,8 +237,11 @@ class DeviceAttention:
             "WINDOWED": int(self.window > 0),
             "CAPPED": int(self.cap > 0),
             "OUTPUT_GATE": int(self.gated),
+            "FP8": int(s.fp8),
         }
-        tiles, sums = stages * tile + queries, warps * 16 * (s.wide // s.halves + 2) * 4  # sums take the tiles' place
+        shared_bytes = stages * tiles + queries
+        if few:
+            shared_bytes = max(shared_bytes, s.sum_bytes)  # the sums take the tiles' place
         heads = s.kv_heads * s.halves
         grid = (parts, heads * -(-s.group // 16), batch.decoding) if few else (batch.blocks, heads)
         (q, _, _), (q_stride, _, _) = self._heads_at(step, batch.rows)
@@ -229,7 +249,7 @@ class DeviceAttention:
         pointers = q, blocks, step.pages(self.place.table), at("attended")
         sinks = 0 if self.sinks is None else self.sinks.pointer
         numbers = q_stride, s.heads, s.kv_heads, self.place.offset, step.pages_of_sequence, self.window
-        shape = {"shared_bytes": max(tiles, sums) if few else tiles, "cluster": parts if few else 1}
+        shape = {"shared_bytes": shared_bytes, "cluster": parts if few else 1}
         cap = self.cap * math.log2(math.e)
         launcher.launch(stream, "attend", macros, grid, warps * 32, *pointers, sinks, *numbers, cap, **shape)
 

@@ -6,7 +6,7 @@
 //
 // Compiled with TYPE, HEAD, PAIRS (those that rotate; the numbers after them do not), ADJACENT (a pair is 2i and 2i + 1, not i and
 // i + PAIRS), NORMED (an RMSNorm comes first: 1 of each head, 2 of all heads, with the factors of head_scales.cu), VALUES_NORMED (an RMSNorm
-// of each head of values, without weights), OUTPUT_GATE (a head of q has its gate behind it) and ROWS.
+// of each head of values, without weights), OUTPUT_GATE (a head of q has its gate behind it), FP8 (keys and values become E4M3) and ROWS.
 #include "pages.cuh"
 
 constexpr int EACH = WIDE / 2, WARPS = EACH / 32;  // of a row
@@ -46,7 +46,7 @@ marlin_rotate(u16* __restrict__ q, const u16* __restrict__ k, const u16* __restr
     const float factor = is_q ? head_scales[row].x : head_scales[row].y;
     a *= factor * weight[first], b *= factor * weight[second];
   }
-  if (again || (!any && is_q)) return;
+  if ((again && (!FP8 || is_q)) || (!any && is_q)) return;  // FP8: all threads of keys and values meet once more
   if (turns && !is_v) {
     const float2 angle = angles[(size_t)row * angle_stride + t];
     const float turned = a * angle.x - b * angle.y;
@@ -58,7 +58,22 @@ marlin_rotate(u16* __restrict__ q, const u16* __restrict__ k, const u16* __restr
     to[first] = (u16)TYPE::pack_finite(a * scale, 0), to[second] = (u16)TYPE::pack_finite(b * scale, 0);
   } else {
     u8* to = (u8*)tile_at(page, offset, is_v, kv_heads, kv_head);
+#if FP8
+    __shared__ float largest[ROWS][WARPS];
+    a = within_codes(a), b = within_codes(b);
+    float most = fmaxf(fabsf(a), fabsf(b));
+    for (int d = 16; d; d >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, d));
+    if (t % 32 == 0) largest[mine][t / 32] = most;
+    __syncthreads();
+    if (again) return;
+    for (int i = 0; i < WARPS; i++) most = fmaxf(most, largest[mine][i]);
+    const float2 scales = power_of_two_scale(most);
+    const u16 codes = to_codes(a * scales.y, b * scales.y);
+    to[in_tile(position % PAGE, first)] = (u8)codes, to[in_tile(position % PAGE, second)] = (u8)(codes >> 8);
+    if (t == 0) *(float*)(to + ROWS_BYTES + position % PAGE * 4) = scales.x;
+#else
     *(u16*)(to + in_tile(position % PAGE, first)) = (u16)TYPE::pack_finite(a, 0);
     *(u16*)(to + in_tile(position % PAGE, second)) = (u16)TYPE::pack_finite(b, 0);
+#endif
   }
 }

@@ -93,7 +93,8 @@ def bytes_needed(model: TextModel, settings: EngineSettings, *, on_gpu: bool) ->
     """About what a model takes: its files, with float weights as they are quantized to, and the KV cache of all
     streams. What it took is known when it is loaded."""
     context = settings.context or model.config.context
-    per_number = {"float32": 4.0, "float16": 2.0, "int8": 1.125}.get(settings.cache_type or "", 2.0 if on_gpu else 4.0)
+    sizes = {"float32": 4.0, "float16": 2.0, "int8": 1.125, "fp8": 1.0625}  # with scales
+    per_number = sizes.get(settings.cache_type or "", 2.0 if on_gpu else 4.0)
     numbers = sum(
         2 * mixer.kv_heads * mixer.head_size * min(context, mixer.window or context)
         for mixer in (block.mixer for block in model.config.blocks)

@@ -19,7 +19,7 @@ import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cuda import compile as compiler
 from billfish.backends.cuda import packed as saved
-from billfish.backends.cuda.attention import FEW_WARPS, MANY_WARPS, STAGES
+from billfish.backends.cuda.attention import FEW_WARPS, IN_REGISTERS, MANY_WARPS, STAGES
 from billfish.backends.cuda.axes import Kind, describe
 from billfish.backends.cuda.compile import compile_kernel
 from billfish.backends.cuda.device_weights import PLAIN, stored_codes
@@ -144,10 +144,21 @@ def test_reading_compiles_for_every_architecture(arch):
 
 TYPED = [("sm_80", "F16"), ("sm_80", "BF16"), ("sm_90a", "BF16"), ("sm_90a", "F16")]
 HEADS = [(64, 32), (128, 64), (256, 128), (96, 24)]
+# E4M3 is known from sm_89 on. Heads of 512 numbers need Hopper's shared memory.
+FP8 = [("sm_90a", 64, 32), ("sm_89", 96, 24), ("sm_100", 128, 64), ("sm_90a", 256, 128), ("sm_90a", 512, 64)]
 
 
 @pytest.mark.parametrize(("arch", "type", "head", "pairs"), diagonal(4, TYPED, HEADS))
 def test_attention_compiles_without_spills(arch, type, head, pairs):
+    check_attention(arch, type, head, pairs, fp8=0)
+
+
+@pytest.mark.parametrize(("arch", "head", "pairs"), first(2, FP8))
+def test_attention_over_fp8_compiles_without_spills(arch, head, pairs):
+    check_attention(arch, "F16", head, pairs, fp8=1)
+
+
+def check_attention(arch: str, type: str, head: int, pairs: int, fp8: int) -> None:
     rotate = {
         "HEAD": head,
         "PAIRS": pairs if head != 96 else 0,
@@ -155,12 +166,13 @@ def test_attention_compiles_without_spills(arch, type, head, pairs):
         "NORMED": {128: 1, 256: 2}.get(head, 0),
         "VALUES_NORMED": int(head == 256),
         "OUTPUT_GATE": int(head == 96),
+        "FP8": fp8,
         "ROWS": 1 + head % 3,
     }
     resources("rotate.cu", {"TYPE": type} | {name: str(value) for name, value in rotate.items()}, arch)
-    for few, warps in ((1, FEW_WARPS), (0, MANY_WARPS)):
+    for few, warps in ((1, FEW_WARPS), (0, MANY_WARPS if head <= IN_REGISTERS else MANY_WARPS // 2)):
         more = {"WINDOWED": int(head != 128), "CAPPED": int(head == 256), "OUTPUT_GATE": int(head == 256)}
-        more |= {"FEW": few, "MOST_PARTS": 8 + few * 8}
+        more |= {"FEW": few, "MOST_PARTS": 8 + few * 8, "FP8": fp8}
         attend = {"HEAD": head, "GROUP": 4, "WARPS": warps, "STAGES": STAGES} | more
         macros = {"TYPE": type} | {name: str(value) for name, value in attend.items()}
         assert resources("attend.cu", macros, arch) * warps * 32 <= 65536

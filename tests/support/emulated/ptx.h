@@ -134,7 +134,17 @@ EMULATED uint8_t to_e4m3(float v) {
   return (std::signbit(v) << 7) | std::min(((exponent + 6) << 3) + steps, 0x7e);
 }
 EMULATED void cvt_rn_satfinite_e4m3x2_f32(uint16_t& d, float high, float low) { d = uint16_t(to_e4m3(high) << 8 | to_e4m3(low)); }
+EMULATED void cvt_rn_f16x2_e4m3x2(uint32_t& d, uint16_t codes) {
+  pairs<10>(d, [&](int half) {
+    const int code = codes >> half / 2, exponent = code >> 3 & 15, mantissa = code & 7;
+    const double size = (code & 0x7f) == 0x7f ? NAN : exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+    return code & 0x80 ? -size : size;
+  });
+}
 EMULATED void cvt_f32_f16(float& d, uint16_t a) { d = float(number<10>(a)); }
+
+EMULATED void ex2_approx_ftz_f32(float& d, float v) { d = std::exp2(v); }
+EMULATED void rcp_approx_ftz_f32(float& d, float v) { d = 1 / v; }
 
 // ---- shared memory
 
@@ -144,5 +154,10 @@ EMULATED void ld_shared_v2_u32(uint32_t& x, uint32_t& y, uint32_t address) { x =
 EMULATED void ld_shared_v4_u32(uint32_t& x, uint32_t& y, uint32_t& z, uint32_t& w, uint32_t address) {
   const uint32_t* from = shared(address);
   x = from[0], y = from[1], z = from[2], w = from[3];
+}
+EMULATED void st_shared_u32(uint32_t address, uint32_t v) { *(uint32_t*)shared(address) = v; }
+EMULATED void st_shared_v4_f32(uint32_t address, float x, float y, float z, float w) {
+  float* to = (float*)shared(address);
+  to[0] = x, to[1] = y, to[2] = z, to[3] = w;
 }
 }  // namespace ptx
