@@ -21,9 +21,9 @@ demo: $(VENV)/demo.stamp
 	@echo '       billfish run hf:ORG/NAME "a prompt"         another model, from the Hugging Face Hub'
 
 # Wheels for every platform and the source distribution, into dist/. All are compiled here, by the clang of ziglang.
-# ONLY=manylinux_2_28_aarch64 builds for one platform.
+# ONLY=manylinux_2_28_aarch64 builds for one platform, PYTHONS=cp312 only the wheels for Python 3.12 and later.
 wheels: $(VENV)/wheels.stamp
-	$(BIN)/python -m tools.wheels $(addprefix --platform ,$(ONLY))
+	$(BIN)/python -m tools.wheels $(addprefix --platform ,$(ONLY)) $(addprefix --only ,$(PYTHONS))
 
 # The wheels of dist/ that this machine can run, in bare environments of every Python and NumPy: tools/wheels/prove.py.
 test-wheels: $(VENV)/wheels.stamp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -366,7 +367,8 @@ class Chat:
         self._cache = model.cache()
 
     def talk(self) -> None:
-        importlib.import_module("readline")  # input() then has history and editing
+        with contextlib.suppress(ImportError):  # a Python for Windows has none, whose terminals edit lines themselves
+            importlib.import_module("readline")  # input() then has history and editing
         print(f"{self._model.config.name}. Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists the commands.")
         while True:
             try:

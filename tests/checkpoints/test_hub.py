@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +9,12 @@ from pathlib import Path
 import pytest
 from checkpoint_samples import gguf_file
 from hub_server import COMMIT, HubServer, serve_hub
+from llm_models import Small, write_model
+from serving_http import process, send
 
 import billfish as bf
 from billfish.checkpoints.hub import HubName, choose_files, fetch_model, is_hub_name, parse_name, quant_of
+from billfish.cli.main import main
 
 LARGE = bytes(range(256)) * 4096  # a megabyte
 FILES = {
@@ -201,12 +202,40 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         fetch_model("load", "hf:anna/tiny")
 
 
+@pytest.fixture
+def small(tmp_path: Path) -> tuple[str, dict[str, bytes]]:
+    """The name of a model that answers, and the files of its repository."""
+    write_model(tmp_path / "small.gguf", Small())
+    files = {"small-Q8_0.gguf": (tmp_path / "small.gguf").read_bytes(), "small-Q4_0.gguf": b"GGUF, but no model"}
+    return "hf:anna/small-GGUF:Q8_0", files
+
+
+def test_load_and_run_by_name(
+    hub: HubServer, small: tuple[str, dict[str, bytes]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, hub.repositories["anna/small-GGUF"] = small
+    model, local = bf.llm.load(name), bf.llm.load(tmp_path / "small.gguf")
+    text = "".join(local.generate("ab", max_tokens=3, temperature=0))
+    assert "".join(model.generate("ab", max_tokens=3, temperature=0)) == text
+    assert main(["run", name, "-p", "ab", "-n", "3", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == text + "\n"
+    assert hub.downloads() == ["small-Q8_0.gguf"]
+
+
 @pytest.mark.process
-def test_inspect_by_name(tmp_path: Path) -> None:
+def test_serve_by_name(small: tuple[str, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve_hub({"anna/small-GGUF": small[1]}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        with process(small[0]) as (_, url):
+            status, _, answer = send(url, "/v1/completions", {"prompt": "ab", "max_tokens": 3, "temperature": 0})
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
+        assert server.downloads() == ["small-Q8_0.gguf"]
+
+
+def test_inspect_by_name(hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gguf_file(tmp_path / "m-Q8_0.gguf")
-    with serve_hub({"anna/m": {"m-Q8_0.gguf": (tmp_path / "m-Q8_0.gguf").read_bytes()}}) as server:
-        environment = os.environ | {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home")}
-        command = [sys.executable, "-m", "billfish", "inspect", "hf.co/anna/m"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "format" in done.stdout
+    hub.repositories["anna/m"] = {"m-Q8_0.gguf": (tmp_path / "m-Q8_0.gguf").read_bytes()}
+    assert main(["inspect", "hf.co/anna/m"]) == 0
+    assert "format" in capsys.readouterr().out

@@ -209,6 +209,12 @@ class Talk:
         return [(message["role"], message["content"]) for message in self.chat._messages]
 
 
+def test_a_chat_needs_no_readline(path, monkeypatch):
+    """Windows has none."""
+    monkeypatch.setitem(sys.modules, "readline", None)
+    assert len(Talk(path, monkeypatch, "ab").messages) == 3
+
+
 def test_clear_forgets_all_but_the_system(path, monkeypatch, capsys):
     assert len(Talk(path, monkeypatch, "ab").messages) == 3
     assert Talk(path, monkeypatch, "ab", "/clear").messages == [("system", "old")]

@@ -12,15 +12,15 @@ from pathlib import Path
 from tools.wheels.build import ROOT, compile_modules
 from tools.wheels.check import check_wheel
 from tools.wheels.pack import read_pure_wheel, write_wheel
-from tools.wheels.platforms import PLATFORMS, find_pythons
+from tools.wheels.platforms import PLATFORMS, PYTHON_TAGS, choose_pythons
 
 
 def main() -> None:
     """Build, pack and check."""
     parser = argparse.ArgumentParser(prog="python -m tools.wheels", description=__doc__)
     parser.add_argument("--platform", action="append", choices=PLATFORMS, help="a platform tag (default: all)")
-    parser.add_argument("--python", action="append", default=[], help="a Python to compile for (default: those found)")
-    parser.add_argument("--only", action="append", metavar="TAG", help="a Python tag, such as cp312 (default: all)")
+    parser.add_argument("--python", action="append", default=[], help="a Python for its wheels (default: those found)")
+    parser.add_argument("--only", action="append", choices=PYTHON_TAGS, default=[], help="a Python tag (default: all)")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="the folder for wheels (default: dist)")
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "wheels", help="objects (default: build/wheels)")
     parser.add_argument("--levels", default="all", help="ISA levels, for tests of this tool (default: all)")
@@ -28,9 +28,7 @@ def main() -> None:
     parser.add_argument("--no-sdist", action="store_true", help="only wheels")
     arguments = parser.parse_args()
     arguments.build, arguments.out = arguments.build.resolve(), arguments.out.resolve()
-    pythons = find_pythons(arguments.python)
-    if not any(python.stable for python in pythons):
-        raise SystemExit("No Python 3.12 or newer with headers was found. Name one: --python PATH")
+    pythons = choose_pythons(arguments.python, arguments.only)
     if not arguments.no_sdist:
         print(build_sdist(arguments.out).name, flush=True)
     files = read_pure_wheel()
@@ -38,8 +36,6 @@ def main() -> None:
     for tag in arguments.platform or PLATFORMS:
         platform = PLATFORMS[tag]
         for python in pythons:
-            if arguments.only and python.tags[0] not in arguments.only:
-                continue
             start, used = time.monotonic(), processor_seconds()
             build = arguments.build / tag / python.tags[0]
             modules = compile_modules(

@@ -14,6 +14,7 @@ from tools.wheels.platforms import PLATFORMS
 MOST_BYTES = 4_000_000
 # Not for users: tests, C++ sources, and what only those need who write kernels.
 UNWANTED = re.compile(r"(^|/)(tests|emulator)/|/cpu/\w+/.*\.(h|cpp)$|/cuda/launch/|__pycache__")
+WANTED = {"billfish/__init__.py", "billfish/py.typed", "billfish/backends/cuda/gemm_small.cu"}  # a file of each kind
 # What the system brings. libgcc_s comes with every glibc that has threads.
 LINUX = re.compile(
     r"(lib(c|m|dl|pthread|rt|gcc_s)\.so\.\d|ld-linux-(x86-64|aarch64)\.so\.\d|libc\.musl-\w+\.so\.1|libc\.so)"
@@ -33,6 +34,8 @@ def check_wheel(path: Path) -> None:
         raise SystemExit(f"{path.name} has {path.stat().st_size} bytes; the limit is {MOST_BYTES}")
     if unwanted := [name for name in names if UNWANTED.search(name)]:
         raise SystemExit(f"{path.name} holds {unwanted[0]}, which no user needs")
+    if lacks := WANTED.difference(names):
+        raise SystemExit(f"{path.name} lacks {min(lacks)}")
     expected = ["_cpu", "_cuda"] if platform.has_cuda else ["_cpu"]
     if sorted(Path(name).name.split(".")[0] for name in modules) != expected:
         raise SystemExit(f"{path.name} has the modules {sorted(modules)}, not {expected}")

@@ -78,6 +78,9 @@ class Python:
         return f".abi3{platform.suffix}" if self.stable and platform.system != "Windows" else platform.suffix
 
 
+# The interpreters that the wheels of a platform name: together they serve 3.10 and all later Pythons.
+PYTHON_TAGS = ("cp310", "cp311", "cp312")
+
 ASK = "import json, sys, sysconfig; print(json.dumps([sys.version_info[:2], sysconfig.get_path('include')]))"
 
 
@@ -102,3 +105,21 @@ def find_pythons(given: Sequence[str] = ()) -> list[Python]:
         if python.version >= (3, 10) and Path(include, "Python.h").is_file():
             found.setdefault(python.tags, python)
     return sorted(found.values(), key=lambda python: python.version)
+
+
+def choose_pythons(given: Sequence[str] = (), wanted: Sequence[str] = ()) -> list[Python]:
+    """One Python for each wheel of `wanted`: by default all of PYTHON_TAGS, or those that `given` serves.
+
+    SystemExit names what is missing: a set of wheels is smaller only where somebody asked for that.
+    """
+    found = {python.tags[0]: python for python in find_pythons(given)}
+    tags = wanted or (given and [*found]) or PYTHON_TAGS
+    if missing := [tag for tag in tags if tag not in found]:
+        names = ["3.12 or later" if tag == "cp312" else f"3.{tag[3:]}" for tag in missing]
+        place, version = f" in {', '.join(given)}" if given else "", f"3.{missing[0][3:]}"
+        rest = f" Without: make wheels PYTHONS='{' '.join(found)}'." if found else ""
+        raise SystemExit(
+            f"No Python {' and no '.join(names)} with headers (Python.h) was found{place}. Install it "
+            f"(pyenv install {version}; apt install python{version}-dev), or name one: --python PATH.{rest}"
+        )
+    return [found[tag] for tag in sorted(tags)]

@@ -19,6 +19,7 @@ import pytest
 from cases import diagonal
 from common import assert_same_bits, decode_into, gaussian, multiply, options_of, random_storage
 from cpu_levels import FORMATS, LEVELS, backend_at, magnitude
+from foreign_formats import FOREIGN
 
 import billfish as bf
 from billfish.backends import BACKENDS
@@ -75,6 +76,16 @@ def test_narrow_x(level, format, dtype):
     q = bf.quantize(gaussian((20, 2 * format.block_size)), format)
     for m in (1, 5, 9):
         check_products(backend_at(level), q, m, dtype, gaussian((20,), 3).astype(dtype))
+
+
+@LEVELS
+@pytest.mark.parametrize("format", [format for format in FOREIGN if format.name != "fp4_with_zeros"])
+def test_codes_with_scales_that_no_format_of_ours_has(level, format):
+    """A level has kernels of many rows only for usual pairs of both."""
+    made = format()
+    for options in options_of(made):
+        q = bf.quantize(gaussian((11, 256 + made.block_size)), made, **options)
+        check_products(backend_at(level), q, 17, np.float32, None)
 
 
 @LEVELS

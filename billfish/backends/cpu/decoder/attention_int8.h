@@ -66,19 +66,21 @@ __attribute__((flatten)) inline void dot_groups(const int8_t* x, int64_t stride,
                                                 int64_t count, Finish finish) {
   constexpr int VECTORS = G * VECTORS16, BYTES = LANES * QUAD;
   Ints sums[T][D][VECTORS];
-  const auto each = [](auto f) { unroll<T>([&](auto t) { unroll<D>([&](auto d) { unroll<VECTORS>([&](auto c) { f(t, d, c); }); }); }); };
-  each([&](auto t, auto d, auto c) { sums[t][d][c] = splat_int(d == D - 1 ? starts[t] : 0); });
+  const auto each = [](auto f) INLINED {
+    repeat<T>([&](int t) INLINED { repeat<D>([&](int d) INLINED { repeat<VECTORS>([&](int c) INLINED { f(t, d, c); }); }); });
+  };
+  each([&](int t, int d, int c) INLINED { sums[t][d][c] = splat_int(d == D - 1 ? starts[t] : 0); });
   for (int64_t i = 0; i < count; i += 16, codes += 4 * LINE_CODES) {
     Activations now[T][D];
-    unroll<T>([&](auto t) { unroll<D>([&](auto d) { now[t][d] = load_activations(x + t * stride + d * digit_stride + i); }); });
-    unroll<4>([&](auto quad) {
+    repeat<T>([&](int t) INLINED { repeat<D>([&](int d) INLINED { now[t][d] = load_activations(x + t * stride + d * digit_stride + i); }); });
+    unroll<4>([&](auto quad) INLINED {
       Bytes w[VECTORS];
-      unroll<VECTORS>([&](auto c) { w[c] = load_operand(codes + c / VECTORS16 * group_stride + quad * LINE_CODES + c % VECTORS16 * BYTES); });
-      each([&](auto t, auto d, auto c) { sums[t][d][c] = dot<decltype(quad)::value, billfish::Operand::values>(sums[t][d][c], w[c], now[t][d]); });
+      repeat<VECTORS>([&](int c) INLINED { w[c] = load_operand(codes + c / VECTORS16 * group_stride + quad * LINE_CODES + c % VECTORS16 * BYTES); });
+      each([&](int t, int d, int c) INLINED { sums[t][d][c] = dot<decltype(quad)::value, billfish::Operand::values>(sums[t][d][c], w[c], now[t][d]); });
     });
   }
-  unroll<T>([&](auto t) {
-    unroll<VECTORS>([&](auto c) {
+  repeat<T>([&](int t) INLINED {
+    repeat<VECTORS>([&](int c) INLINED {
       if constexpr (D == 2) finish(t, c, add(shift_left<8>(sums[t][0][c]), sums[t][1][c]));
       else finish(t, c, sums[t][0][c]);
     });
@@ -124,7 +126,7 @@ struct Int8Kind {
     const uint8_t* codes = keys + CACHE_BLOCK * sizeof(float);
     for (int64_t i = 0; i < count; i += GROUPS * COLUMNS)
       dot_groups<T, GROUPS, Q_DIGITS>(q.codes + first * bytes, bytes, head_size, q.starts + first, codes + i * head_size, COLUMNS * head_size, head_size,
-                                      [&](auto t, auto c, Ints sum) {
+                                      [&](int t, int c, Ints sum) INLINED {
         const Floats scale = multiply(load_floats(key_scales + i + c * LANES), splat(q.scales[first + t]));
         store_floats(scores + t * SCORES + i + c * LANES, multiply(to_floats(sum), scale));
       });
@@ -146,7 +148,7 @@ struct Int8Kind {
     }
     const auto add_groups = [&](auto groups, int64_t i) {
       dot_groups<T, decltype(groups)::value, WEIGHT_DIGITS>(digits[0][0], WEIGHT_DIGITS * CACHE_BLOCK, CACHE_BLOCK, starts, codes + i * CACHE_BLOCK,
-                                                            COLUMNS * CACHE_BLOCK, padded, [&](auto t, auto c, Ints sum) {
+                                                            COLUMNS * CACHE_BLOCK, padded, [&](int t, int c, Ints sum) INLINED {
         float* out = seen + t * stride + OUT + i + c * LANES;
         store_floats(out, multiply_add(load_floats(out), to_floats(sum), splat(scale[t])));
       });

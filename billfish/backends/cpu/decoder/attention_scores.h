@@ -23,8 +23,12 @@ inline void begin_seen(float* seen, int64_t rows, int64_t stride) {
 constexpr int VECTORS16 = COLUMNS / LANES;
 // Where 16 columns are one vector, inner loops take two groups of them: a coefficient then serves two sums, and loads leave room for arithmetic.
 constexpr int GROUPS = VECTORS16 == 1 ? 2 : 1;
-// Rows that go together: four by four sums fill the registers of other levels.
+// Rows that go together: four by four sums fill the registers of other levels, and two by four those of SSE2.
+#if defined(BILLFISH_simd_portable)
+constexpr int SEE_TOGETHER = 2;
+#else
 constexpr int SEE_TOGETHER = VECTORS16 == 1 ? 8 : 4;
+#endif
 // Vectors of weights that go together, as one would wait for itself. They divide a block.
 constexpr int WEIGHTS_TOGETHER = VECTORS16 == 1 ? 4 : VECTORS16;
 // How far scores of rows are apart: by a line more than a power of two, so that rows do not share the sets of a cache.
@@ -38,16 +42,16 @@ inline void weigh(float* scores, int64_t first, int64_t last, int64_t count, flo
   std::fill(scores + begin, scores + first, -INFINITY);
   std::fill(scores + last, scores + end, -INFINITY);
   Floats top[N], sums[N];
-  unroll<N>([&](auto c) { top[c] = splat(-INFINITY), sums[c] = splat(0); });
-  for (int64_t i = begin; i < end; i += STEP) unroll<N>([&](auto c) { top[c] = larger(top[c], load_floats(scores + i + c * LANES)); });
+  repeat<N>([&](int c) INLINED { top[c] = splat(-INFINITY), sums[c] = splat(0); });
+  for (int64_t i = begin; i < end; i += STEP) repeat<N>([&](int c) INLINED { top[c] = larger(top[c], load_floats(scores + i + c * LANES)); });
   for (int c = 1; c < N; c++) top[0] = larger(top[0], top[c]);
   seen[LARGEST] = largest(top[0]);
   const Floats minus_top = splat(-seen[LARGEST]);
   for (int64_t i = begin; i < end; i += STEP) {
     Floats weights[N];
-    unroll<N>([&](auto c) { weights[c] = add(load_floats(scores + i + c * LANES), minus_top); });
+    repeat<N>([&](int c) INLINED { weights[c] = add(load_floats(scores + i + c * LANES), minus_top); });
     exponentials(weights);
-    unroll<N>([&](auto c) { store_floats(scores + i + c * LANES, weights[c]), sums[c] = add(sums[c], weights[c]); });
+    repeat<N>([&](int c) INLINED { store_floats(scores + i + c * LANES, weights[c]), sums[c] = add(sums[c], weights[c]); });
   }
   // exponentials() have a least number that is not 0, though nothing beside a sum of 1 or more.
   std::fill(scores, scores + first, 0.0f);
@@ -55,7 +59,7 @@ inline void weigh(float* scores, int64_t first, int64_t last, int64_t count, flo
   if constexpr (N > VECTORS16)
     for (int c = VECTORS16; c < N; c++) sums[c % VECTORS16] = add(sums[c % VECTORS16], sums[c]);
   float sixteen[COLUMNS];
-  unroll<VECTORS16>([&](auto c) { store_floats(sixteen + c * LANES, sums[c]); });
+  repeat<VECTORS16>([&](int c) INLINED { store_floats(sixteen + c * LANES, sums[c]); });
   seen[TOTAL] = total_of(sixteen);
 }
 

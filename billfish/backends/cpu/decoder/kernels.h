@@ -85,25 +85,25 @@ __attribute__((flatten)) inline void combine_groups(const float* coefficients, i
                                                     float* out, int64_t out_stride) {
   constexpr int VECTORS = G * COLUMNS / LANES, VECTORS16 = COLUMNS / LANES;
   Floats total[T][VECTORS];
-  auto each = [&](auto f) { unroll<T>([&](auto t) { unroll<VECTORS>([&](auto c) { f(t, c); }); }); };
-  each([&](auto t, auto c) { total[t][c] = FRESH ? splat(0) : load_floats(out + t * out_stride + c * LANES); });
+  const auto each = [](auto f) INLINED { repeat<T>([&](int t) INLINED { repeat<VECTORS>([&](int c) INLINED { f(t, c); }); }); };
+  each([&](int t, int c) INLINED { total[t][c] = FRESH ? splat(0) : load_floats(out + t * out_stride + c * LANES); });
   for (int64_t i = 0; i < count; i += 4) {
     FloatActivations coefficients_now[T];
-    unroll<T>([&](auto t) { coefficients_now[t] = load_x(coefficients + t * coefficient_stride + i); });
-    unroll<4>([&](auto j) {
+    repeat<T>([&](int t) INLINED { coefficients_now[t] = load_x(coefficients + t * coefficient_stride + i); });
+    unroll<4>([&](auto j) INLINED {
       if constexpr (G == 1) {
-        unroll<VECTORS>([&](auto c) {
+        repeat<VECTORS>([&](int c) INLINED {
           const Floats row = load_numbers(rows + (i + j) * COLUMNS + c * LANES);
-          unroll<T>([&](auto t) { total[t][c] = multiply_add_x<decltype(j)::value>(total[t][c], row, coefficients_now[t]); });
+          repeat<T>([&](int t) INLINED { total[t][c] = multiply_add_x<decltype(j)::value>(total[t][c], row, coefficients_now[t]); });
         });
       } else {
         Floats now[VECTORS];
-        unroll<VECTORS>([&](auto c) { now[c] = load_numbers(rows + c / VECTORS16 * group_stride + (i + j) * COLUMNS + c % VECTORS16 * LANES); });
-        unroll<T>([&](auto t) { unroll<VECTORS>([&](auto c) { total[t][c] = multiply_add_x<decltype(j)::value>(total[t][c], now[c], coefficients_now[t]); }); });
+        repeat<VECTORS>([&](int c) INLINED { now[c] = load_numbers(rows + c / VECTORS16 * group_stride + (i + j) * COLUMNS + c % VECTORS16 * LANES); });
+        repeat<T>([&](int t) INLINED { repeat<VECTORS>([&](int c) INLINED { total[t][c] = multiply_add_x<decltype(j)::value>(total[t][c], now[c], coefficients_now[t]); }); });
       }
     });
   }
-  each([&](auto t, auto c) { store_floats(out + t * out_stride + c * LANES, total[t][c]); });
+  each([&](int t, int c) INLINED { store_floats(out + t * out_stride + c * LANES, total[t][c]); });
 }
 
 template <int T, bool FRESH, class Number>

@@ -18,27 +18,27 @@ constexpr int SIGMOID_VECTORS = COLUMNS / LANES;
 
 // e becomes 1 + e^-x.
 inline void sigmoid_divisors(const Floats (&x)[SIGMOID_VECTORS], Floats (&e)[SIGMOID_VECTORS]) {
-  const auto each = [](auto f) { unroll<SIGMOID_VECTORS>(f); };
-  each([&](auto c) { e[c] = multiply(larger(splat(-LARGEST_EXPONENT), x[c]), splat(-1)); });
+  const auto each = [](auto f) INLINED { repeat<SIGMOID_VECTORS>(f); };
+  each([&](int c) INLINED { e[c] = multiply(larger(splat(-LARGEST_EXPONENT), x[c]), splat(-1)); });
   exponentials(e);
-  each([&](auto c) { e[c] = add(e[c], splat(1)); });
+  each([&](int c) INLINED { e[c] = add(e[c], splat(1)); });
 }
 
 // out [channels] = the sum of taps inputs, the oldest first, each times its row of weight [taps][channels]; then SiLU, where it is asked for. Of the
 // channels, those from `first` to before `last`.
 inline void convolve(const float* const* inputs, int64_t taps, const float* weight, const float* bias, int64_t channels, int64_t first, int64_t last, bool activate,
                      float* out) {
-  const auto each = [](auto f) { unroll<SIGMOID_VECTORS>(f); };
+  const auto each = [](auto f) INLINED { repeat<SIGMOID_VECTORS>(f); };
   for (int64_t i = first; i < last; i += COLUMNS) {
     Floats sums[SIGMOID_VECTORS], divisors[SIGMOID_VECTORS];
-    each([&](auto c) { sums[c] = bias ? load_floats(bias + i + c * LANES) : splat(0); });
+    each([&](int c) INLINED { sums[c] = bias ? load_floats(bias + i + c * LANES) : splat(0); });
     for (int64_t tap = 0; tap < taps; tap++)
-      each([&](auto c) { sums[c] = multiply_add(sums[c], load_floats(inputs[tap] + i + c * LANES), load_floats(weight + tap * channels + i + c * LANES)); });
+      each([&](int c) INLINED { sums[c] = multiply_add(sums[c], load_floats(inputs[tap] + i + c * LANES), load_floats(weight + tap * channels + i + c * LANES)); });
     if (activate) {
       sigmoid_divisors(sums, divisors);
-      each([&](auto c) { sums[c] = divide(sums[c], divisors[c]); });
+      each([&](int c) INLINED { sums[c] = divide(sums[c], divisors[c]); });
     }
-    each([&](auto c) { store_floats(out + i + c * LANES, sums[c]); });
+    each([&](int c) INLINED { store_floats(out + i + c * LANES, sums[c]); });
   }
 }
 
@@ -59,12 +59,12 @@ inline void multiply(float* x, const float* other, int64_t count) {
 }
 
 inline void multiply_sigmoid(float* x, const float* gate, int64_t count) {
-  const auto each = [](auto f) { unroll<SIGMOID_VECTORS>(f); };
+  const auto each = [](auto f) INLINED { repeat<SIGMOID_VECTORS>(f); };
   for (int64_t i = 0; i < count; i += COLUMNS) {
     Floats gates[SIGMOID_VECTORS], divisors[SIGMOID_VECTORS];
-    each([&](auto c) { gates[c] = load_floats(gate + i + c * LANES); });
+    each([&](int c) INLINED { gates[c] = load_floats(gate + i + c * LANES); });
     sigmoid_divisors(gates, divisors);
-    each([&](auto c) { store_floats(x + i + c * LANES, divide(load_floats(x + i + c * LANES), divisors[c])); });
+    each([&](int c) INLINED { store_floats(x + i + c * LANES, divide(load_floats(x + i + c * LANES), divisors[c])); });
   }
 }
 
@@ -72,10 +72,10 @@ inline void multiply_sigmoid(float* x, const float* gate, int64_t count) {
 inline void update(float* block, int64_t rows, float decay, const float* column, const float* row) {
   constexpr int VECTORS16 = COLUMNS / LANES;
   Floats added[VECTORS16];
-  unroll<VECTORS16>([&](auto c) { added[c] = load_floats(row + c * LANES); });
+  repeat<VECTORS16>([&](int c) INLINED { added[c] = load_floats(row + c * LANES); });
   const Floats kept = splat(decay);
   for (int64_t i = 0; i < rows; i++)
-    unroll<VECTORS16>([&](auto c) {
+    repeat<VECTORS16>([&](int c) INLINED {
       float* place = block + i * COLUMNS + c * LANES;
       store_floats(place, multiply_add(multiply(load_floats(place), kept), added[c], splat(column[i])));
     });
@@ -86,16 +86,16 @@ template <int T> __attribute__((flatten)) inline void add_outer_products(float* 
                                                                                  const float* added) {
   constexpr int VECTORS16 = COLUMNS / LANES;
   Floats row[T][VECTORS16];
-  unroll<T>([&](auto t) { unroll<VECTORS16>([&](auto c) { row[t][c] = load_floats(added + t * COLUMNS + c * LANES); }); });
+  repeat<T>([&](int t) INLINED { repeat<VECTORS16>([&](int c) INLINED { row[t][c] = load_floats(added + t * COLUMNS + c * LANES); }); });
   const Floats kept = splat(decay);
   for (int64_t i = 0; i < rows; i += 4) {
     FloatActivations column[T];
-    unroll<T>([&](auto t) { column[t] = load_x(columns[t] + i); });
-    unroll<4>([&](auto j) {
-      unroll<VECTORS16>([&](auto c) {
+    repeat<T>([&](int t) INLINED { column[t] = load_x(columns[t] + i); });
+    unroll<4>([&](auto j) INLINED {
+      repeat<VECTORS16>([&](int c) INLINED {
         float* place = block + (i + j) * COLUMNS + c * LANES;
         Floats sum = multiply(load_floats(place), kept);
-        unroll<T>([&](auto t) { sum = multiply_add_x<decltype(j)::value>(sum, row[t][c], column[t]); });
+        repeat<T>([&](int t) INLINED { sum = multiply_add_x<decltype(j)::value>(sum, row[t][c], column[t]); });
         store_floats(place, sum);
       });
     });

@@ -18,17 +18,17 @@ inline Floats at_most(float top, Floats x) { return negative(larger(splat(-top),
 // Sixteen of them. SiLU is g sigmoid(g). GELU by its tanh formula is g sigmoid(2 sqrt(2 / pi) (g + 0.044715 g^3)).
 template <Gate GATE> inline void open_sixteen(const float* gate, const float* up, float* out) {
   Floats g[GATE_VECTORS], u[GATE_VECTORS], e[GATE_VECTORS];
-  const auto each = [](auto f) { unroll<GATE_VECTORS>(f); };
-  each([&](auto i) { g[i] = load_floats(gate + i * LANES), u[i] = load_floats(up + i * LANES); });
-  if constexpr (GATE == Gate::clamped_silu) each([&](auto i) { g[i] = at_most(CLAMP, g[i]), u[i] = add(at_most(CLAMP, larger(splat(-CLAMP), u[i])), splat(1)); });
-  each([&](auto i) {
+  const auto each = [](auto f) INLINED { repeat<GATE_VECTORS>(f); };
+  each([&](int i) INLINED { g[i] = load_floats(gate + i * LANES), u[i] = load_floats(up + i * LANES); });
+  if constexpr (GATE == Gate::clamped_silu) each([&](int i) INLINED { g[i] = at_most(CLAMP, g[i]), u[i] = add(at_most(CLAMP, larger(splat(-CLAMP), u[i])), splat(1)); });
+  each([&](int i) INLINED {
     Floats z = g[i];
     if constexpr (GATE == Gate::gelu) z = multiply(z, multiply_add(splat(1.59576912f), multiply(z, z), splat(0.0713548163f)));
     if constexpr (GATE == Gate::clamped_silu) z = multiply(z, splat(STEEPNESS));
     e[i] = negative(larger(splat(-LARGEST_EXPONENT), z));
   });
   exponentials(e);
-  each([&](auto i) { store_floats(out + i * LANES, multiply(divide(g[i], add(splat(1), e[i])), u[i])); });
+  each([&](int i) INLINED { store_floats(out + i * LANES, multiply(divide(g[i], add(splat(1), e[i])), u[i])); });
 }
 
 // x Phi(x), where Phi is the normal distribution's: max(x, 0) - |x| Q(|x|) with Q(a) = (b1 t + ... + b5 t^5) e^(-a^2 / 2) and t = 1 / (1 + p a),
@@ -37,14 +37,14 @@ constexpr float ERF_P = 0.231641888f, ERF_B[5] = {0.127414796f, -0.142248368f, 0
 
 template <> inline void open_sixteen<Gate::gelu_erf>(const float* gate, const float* up, float* out) {
   Floats g[GATE_VECTORS], a[GATE_VECTORS], e[GATE_VECTORS];
-  const auto each = [](auto f) { unroll<GATE_VECTORS>(f); };
-  each([&](auto i) {
+  const auto each = [](auto f) INLINED { repeat<GATE_VECTORS>(f); };
+  each([&](int i) INLINED {
     g[i] = load_floats(gate + i * LANES);
     a[i] = at_most(16, larger(negative(g[i]), g[i]));
     e[i] = multiply(multiply(a[i], a[i]), splat(-0.5f));
   });
   exponentials(e);
-  each([&](auto i) {
+  each([&](int i) INLINED {
     const Floats t = divide(splat(1), multiply_add(splat(1), a[i], splat(ERF_P)));
     Floats q = splat(ERF_B[4]);
     for (int j = 3; j >= 0; j--) q = multiply_add(splat(ERF_B[j]), q, t);

@@ -9,7 +9,7 @@ namespace BILLFISH_ISA {
 
 // Whether dot() gets codes that have more than the weights' values, unsigned ones.
 inline bool unsigned_codes(const Weights& w, const Activations8& x) {
-  return w.codes != Codes::s8 && w.codes != Codes::table && !(WHOLE_BYTES_FIT && buffered(w, x.m, x.digits, x.span));
+  return w.codes != Codes::s8 && w.codes != Codes::table && !(buffered(w, x.m, x.digits, x.span) && buffered_as_values(w, x.digits, x.span));
 }
 
 // Whether both digits of x make one sum: add_buffered_16.
@@ -57,7 +57,12 @@ inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, 
 inline void multiply8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
   if constexpr (FEW_FROM_STREAM)
     if (!buffered(w, x.m, x.digits, x.span)) return multiply_few8(w, x, bias, y, first, last);
-  with_decoder(w.codes, [&](auto decoder) { multiply_many8<BufferOf<decltype(decoder)>>(w, x, bias, y, first, last, decode_for<decltype(decoder)>(w)); });
+  with_decoder(w.codes, [&](auto decoder) {
+    using Decoder = decltype(decoder);
+    const auto multiply = [&](auto buffer) { multiply_many8<decltype(buffer)>(w, x, bias, y, first, last, decode_for<Decoder, decltype(buffer)>(w)); };
+    if (buffered_as_values(w, x.digits, x.span)) multiply(Whole{});
+    else if constexpr (!WHOLE_BYTES_FIT) multiply(BufferOf<Decoder>{});
+  });
 }
 
 }  // namespace BILLFISH_ISA

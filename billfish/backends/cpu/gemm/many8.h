@@ -85,10 +85,23 @@ KERNEL void add_buffered_16(const Weights& w, const Blocks& run, const uint8_t* 
 }
 
 // Adds blocks times the rows of x [row, row + x.lanes) to sums [x.lanes][TILE_ROWS]; there is room for so many, however many there are.
+// Where dot() does not take any byte, whether there is a kernel for unsigned codes, or values, of this kind with such scales: for those that formats
+// have. Other codes become signed bytes, which all scales have kernels for. Two digits have the kernels of MAGIC sums.
+constexpr bool has_kernel(Operand operand, bool minimums, Reach reach, bool magic) {
+  switch (operand) {
+    case Operand::below_16: return magic || reach != Reach::half;
+    case Operand::below_32: return reach == Reach::half ? magic && !minimums : magic || !minimums;
+    case Operand::below_64: return magic && !minimums && reach == Reach::half;
+    case Operand::values: return magic && !minimums && reach != Reach::half;
+    default: return true;
+  }
+}
+
 template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w, Blocks& run, const GroupScales* scales, const Activations8& x, int64_t row, float* sums) {
   const auto call = [&](auto rows, auto digits, auto reach, auto magic) {
     constexpr int T = decltype(rows)::value;
-    for (int part = 0; part < (T == 1 ? 1 : X_ROWS); part += T)
+    if constexpr (!has_kernel(Buffer::operand, MINIMUMS, decltype(reach)::value, decltype(magic)::value)) return;  // never asked for
+    else for (int part = 0; part < (T == 1 ? 1 : X_ROWS); part += T)
       unroll<ROW_VECTORS / 2>([&](auto pair) {
         const uint8_t* ahead = run.ahead;  // the weights' next blocks are asked for in the first pass, those of x in the others
         if (pair > 0) ahead = reinterpret_cast<const uint8_t*>(RowOfX(x, row + x.lanes).codes(run.first, 0));
@@ -125,15 +138,24 @@ template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w,
 // What the buffer holds: signed values, or where dot() does not take any byte, unsigned codes.
 template <class Decoder> using BufferOf = std::conditional_t<WHOLE_BYTES_FIT, Whole, Unpacked<Decoder::operand>>;
 
+// Whether it holds signed values of these weights.
+inline bool buffered_as_values(const Weights& w, int digits, int span) {
+  bool values = WHOLE_BYTES_FIT;
+  const Reach reach = digits == 2 && span > 1 ? Reach::block : reach_of(w, span);
+  if constexpr (!WHOLE_BYTES_FIT)
+    with_decoder(w.codes, [&](auto decoder) { values = !has_kernel(decltype(decoder)::operand, has_minimum(w.scales), reach, magic_sums(w, digits)); });
+  return values;
+}
+
 // Blocks of the stream to bytes, as the buffer has them.
-template <class Decoder, bool CENTRED> __attribute__((flatten)) inline void decode_blocks(const Weights& w, Blocks run, uint8_t* out) {
+template <class Decoder, class Buffer, bool CENTRED> __attribute__((flatten)) inline void decode_blocks(const Weights& w, Blocks run, uint8_t* out) {
   const Table table(w);
   const int bias = CENTRED ? 8 : w.bias;  // a copy, for the same reason
   const uint8_t* p = run.stream;
   for (int64_t b = 0; b < run.count; b++, p += Decoder::block_bytes, out += Whole::block_bytes) {
     p += ((b & 7) == 0 ? run.chunk_header : 0) + ((b & (run.span - 1)) == 0 ? run.span_header : 0);
     unroll<VECTORS>([&](auto v) {
-      if constexpr (has_codes(BufferOf<Decoder>::operand)) store_bytes(out + v * VECTOR_BYTES, Decoder::template code<decltype(v)::value>(p, table.values));
+      if constexpr (has_codes(Buffer::operand)) store_bytes(out + v * VECTOR_BYTES, Decoder::template code<decltype(v)::value>(p, table.values));
       else store_bytes(out + v * VECTOR_BYTES, Decoder::template byte<decltype(v)::value, CENTRED>(p, table.values, bias));
     });
   }
@@ -141,10 +163,10 @@ template <class Decoder, bool CENTRED> __attribute__((flatten)) inline void deco
 
 using DecodeBlocks = void (*)(const Weights&, Blocks, uint8_t*);
 // Null where bytes are multiplied where they lie. Only nibbles gain from a constant bias.
-template <class Decoder> DecodeBlocks decode_for(const Weights& w) {
+template <class Decoder, class Buffer> DecodeBlocks decode_for(const Weights& w) {
   if constexpr (std::is_same_v<Decoder, Whole>) return nullptr;
-  else if constexpr (std::is_same_v<Decoder, Nibbles>) return w.bias == 8 ? decode_blocks<Decoder, true> : decode_blocks<Decoder, false>;
-  else return decode_blocks<Decoder, false>;
+  else if constexpr (std::is_same_v<Decoder, Nibbles>) return w.bias == 8 ? decode_blocks<Decoder, Buffer, true> : decode_blocks<Decoder, Buffer, false>;
+  else return decode_blocks<Decoder, Buffer, false>;
 }
 
 template <class Buffer>

@@ -184,15 +184,17 @@ template <class Decoder, Scales S> FewKernel few_kernel_of_groups(Reach reach) {
 }
 template <class Decoder, Scales S> FewKernel few_kernel_of_halves(Reach reach) { return reach == Reach::half ? add_chunks<Decoder, S, Reach::half> : nullptr; }
 
-// For codes that are indices into a table.
+// For codes that are indices into a table. FP4's has small values, and IQ4's large ones.
 template <class Decoder> FewKernel few_kernel_of_tables(Scales scales, Reach reach) {
-  switch (scales) {
-    case Scales::f16: return reach == Reach::half ? add_chunks<Decoder, Scales::f16, Reach::half> : few_kernel_of_groups<Decoder, Scales::f16>(reach);
-    case Scales::e8m0: return few_kernel<Decoder, Scales::e8m0>(reach);
-    case Scales::e4m3: return few_kernel_of_halves<Decoder, Scales::e4m3>(reach);
-    case Scales::sub: return few_kernel<Decoder, Scales::sub>(reach);
-    default: return nullptr;
+  constexpr bool small = SMALL_TABLES && std::is_same_v<Decoder, SmallLooked>, large = SMALL_TABLES && !small;
+  if (scales == Scales::f16) return reach == Reach::half ? add_chunks<Decoder, Scales::f16, Reach::half> : few_kernel_of_groups<Decoder, Scales::f16>(reach);
+  if constexpr (!large) {
+    if (scales == Scales::e8m0) return few_kernel<Decoder, Scales::e8m0>(reach);
+    if (scales == Scales::e4m3) return few_kernel_of_halves<Decoder, Scales::e4m3>(reach);
   }
+  if constexpr (!small)
+    if (scales == Scales::sub) return few_kernel<Decoder, Scales::sub>(reach);
+  return nullptr;
 }
 
 }  // namespace BILLFISH_ISA

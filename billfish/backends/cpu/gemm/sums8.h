@@ -87,7 +87,7 @@ template <class P> struct BlockOfX {
 
 // Adds the dot products of a half of a block, or of all of it, with the codes of x to sum, which begins here unless it GOES_ON.
 // Of four digits, each pair makes one sum, in digits 1 and 3. The order of statements is that of the instructions, and was chosen by measurement.
-template <class P, int HALF, bool GOES_ON> INLINED inline void sum_unrolled(const uint8_t* codes, const uint8_t* table, const BlockOfX<P>& x, typename P::Sums& sum) {
+template <class P, int HALF, bool GOES_ON> INLINED inline void sum_lanes_of_x(const uint8_t* codes, const uint8_t* table, const BlockOfX<P>& x, typename P::Sums& sum) {
   constexpr int quads = 8 / P::HALVES;
   Activations x_now[P::T][P::DIGITS];
   [[maybe_unused]] typename P::Sums narrow;  // where a level has them: of 16 bits, from 0 on, and then added to sums that have a start
@@ -119,10 +119,33 @@ template <class P, int HALF, bool GOES_ON> INLINED inline void sum_unrolled(cons
       });
     });
   });
-  if constexpr (P::DIGITS == 4)
-    P::each([&](int t, int r) INLINED {
-      repeat<2>([&](int pair) INLINED { sum[t][pair * 2 + 1][r] = add(sum[t][pair * 2 + 1][r], shift_left<8>(sum[t][pair * 2][r])); });
+}
+
+// The same where dot() takes x from memory: one function for the dot products of all quads, which takes half the time to compile.
+template <class P, int HALF, bool GOES_ON> INLINED inline void sum_x_in_memory(const uint8_t* codes, const uint8_t* table, const BlockOfX<P>& x, typename P::Sums& sum) {
+  static_assert(P::TOGETHER == 1);
+  constexpr int quads = 8 / P::HALVES, narrow_most = narrow_quads(P::Decoder::operand), round = std::min(narrow_most, quads);
+  [[maybe_unused]] typename P::Sums narrow;
+  const auto multiply = [&](int nth, const Bytes (&bytes)[P::COUNT]) INLINED {
+    P::each_dot([&](int t, int r) INLINED {
+      repeat<P::DIGITS>([&](int p) INLINED {
+        const Activations now = load_activations(x.codes + (p * P::lanes + t) * 32 + (HALF * quads + nth) * 4);
+        if constexpr (narrow_most == 0) {
+          if (nth == 0 && !GOES_ON) sum[t][p][r] = x.start(HALF, P::FIRST + r, t, p);
+          sum[t][p][r] = dot<0, P::Decoder::operand>(sum[t][p][r], bytes[r], now);
+        } else {
+          narrow[t][p][r] = dot<0, P::Decoder::operand>(nth % round == 0 ? splat_int(0) : narrow[t][p][r], bytes[r], now);
+          if (nth % round == round - 1) sum[t][p][r] = add(nth < round && !GOES_ON ? x.start(HALF, P::FIRST + r, t, p) : sum[t][p][r], widen(narrow[t][p][r]));
+        }
+      });
     });
+  };
+  unroll<quads>([&](auto step) INLINED {
+    constexpr int nth = decltype(step)::value;
+    Bytes bytes[P::COUNT];
+    unroll<P::COUNT>([&](auto r) INLINED { bytes[r] = P::Decoder::template dotted<(HALF * quads + nth) * ROW_VECTORS + P::FIRST + decltype(r)::value>(codes, table); });
+    multiply(nth, bytes);
+  });
 }
 
 // The same in a loop over quads, for levels that have all codes as bytes in a buffer: an eighth to compile.
@@ -141,8 +164,13 @@ template <class P, int HALF, bool GOES_ON> INLINED inline void sum_in_loop(const
 }
 
 template <class P, int HALF, bool GOES_ON> INLINED inline void sum_block(const uint8_t* codes, const uint8_t* table, const BlockOfX<P>& x, typename P::Sums& sum) {
-  if constexpr (FEW_FROM_STREAM) sum_unrolled<P, HALF, GOES_ON>(codes, table, x, sum);
-  else sum_in_loop<P, HALF, GOES_ON>(codes, x, sum);
+  if constexpr (!FEW_FROM_STREAM) sum_in_loop<P, HALF, GOES_ON>(codes, x, sum);
+  else if constexpr (X_IN_MEMORY) sum_x_in_memory<P, HALF, GOES_ON>(codes, table, x, sum);
+  else sum_lanes_of_x<P, HALF, GOES_ON>(codes, table, x, sum);
+  if constexpr (P::DIGITS == 4)
+    P::each([&](int t, int r) INLINED {
+      repeat<2>([&](int pair) INLINED { sum[t][pair * 2 + 1][r] = add(sum[t][pair * 2 + 1][r], shift_left<8>(sum[t][pair * 2][r])); });
+    });
 }
 
 // sum = all that it goes over, which are `blocks` blocks at most. p and x come to the last of them; ask() is called before each further one.

@@ -19,22 +19,22 @@ template <int COUNT, class Products> INLINED inline void sum_lanes(int64_t lengt
   const int64_t whole = length / SUM_LANES * SUM_LANES;
   int64_t at = 0;
   for (; at < whole; at += SUM_LANES)
-    unroll<PARTS>([&](auto part) INLINED {
+    each_part([&](int part) INLINED {
       Reals p[COUNT];
       products(at + part * PER_PART, p);
-      unroll<COUNT>([&](auto i) INLINED { lanes[i][part] += p[i]; });
+      repeat<COUNT>([&](int i) INLINED { lanes[i][part] += p[i]; });
     });
   if (at < length) {  // there is room behind the row; what comes from there counts as +0
     Integers index;
     for (int i = 0; i < PER_PART; i++) index[i] = i;
-    unroll<PARTS>([&](auto part) INLINED {
+    each_part([&](int part) INLINED {
       Reals p[COUNT];
       products(at + part * PER_PART, p);
-      const Integers inside = index < int32_t(length - at) - int32_t(part) * PER_PART;
-      unroll<COUNT>([&](auto i) INLINED { lanes[i][part] += of_bits(bits_of(p[i]) & inside); });
+      const Integers inside = index < int32_t(length - at) - part * PER_PART;
+      repeat<COUNT>([&](int i) INLINED { lanes[i][part] += of_bits(bits_of(p[i]) & inside); });
     });
   }
-  unroll<COUNT>([&](auto i) INLINED {
+  repeat<COUNT>([&](int i) INLINED {
     alignas(64) float sum[SUM_LANES];
     std::memcpy(sum, lanes[i], sizeof sum);
     for (int j = 0; j < 8; j++) sum[j] += sum[j + 8];
@@ -85,7 +85,8 @@ struct Best {
   }
 };
 
-template <class Element, bool MINIMUM, bool WEIGHTED> struct RowSearch {
+// What a search by importance and one without it have in common.
+template <class Element, bool MINIMUM> struct RowFit {
   const ScaleSearch& s;
   const Element& element;
   int64_t row;
@@ -99,16 +100,6 @@ template <class Element, bool MINIMUM, bool WEIGHTED> struct RowSearch {
   Pair storable(float scale, float minimum) const {
     const float d = stored(s.scale_rule, row, scale);
     return {d, MINIMUM ? stored(s.minimum_rule, row, minimum, d) : 0};
-  }
-
-  // Squared and weighted.
-  void errors(Pair pair, float* error) const {
-    const Reals scale = reals(pair.scale), minimum = reals(pair.minimum), inverse = reals(reciprocal(pair.scale));
-    sum_lanes<WEIGHTED ? 2 : 1>(s.length, [&](int64_t at, Reals* p) INLINED {
-      const Reals x = shifted(at, minimum), wrong = element.round(x * inverse) * scale - x;
-      p[0] = wrong * wrong;
-      if constexpr (WEIGHTED) p[1] = p[0] * load_reals(importance + at);
-    }, error);
   }
 
   // The pair that is best for the codes which another pair gives. WITH: by importance.
@@ -139,6 +130,21 @@ template <class Element, bool MINIMUM, bool WEIGHTED> struct RowSearch {
       return storable(solvable ? fit : scale, solvable ? lowest : minimum);
     }
   }
+};
+
+template <class Element, bool MINIMUM, bool WEIGHTED> struct RowSearch : RowFit<Element, MINIMUM> {
+  using Fit = RowFit<Element, MINIMUM>;
+  using Fit::s, Fit::element, Fit::row, Fit::importance, Fit::shifted, Fit::storable;
+
+  // Squared and weighted.
+  void errors(Pair pair, float* error) const {
+    const Reals scale = reals(pair.scale), minimum = reals(pair.minimum), inverse = reals(reciprocal(pair.scale));
+    sum_lanes<WEIGHTED ? 2 : 1>(s.length, [&](int64_t at, Reals* p) INLINED {
+      const Reals x = shifted(at, minimum), wrong = element.round(x * inverse) * scale - x;
+      p[0] = wrong * wrong;
+      if constexpr (WEIGHTED) p[1] = p[0] * load_reals(importance + at);
+    }, error);
+  }
 
   void run() const {
     const float scale = s.scale[row], minimum = MINIMUM ? s.minimum[row] : 0;
@@ -154,7 +160,7 @@ template <class Element, bool MINIMUM, bool WEIGHTED> struct RowSearch {
     };
     for (int64_t i = 0; i < s.factor_count; i++) {
       const float other = scale * s.factors[i];
-      if constexpr (MINIMUM) consider(fitted<false>(other, minimum + (scale - other) * (s.element.high / 2)), true);
+      if constexpr (MINIMUM) consider(Fit::template fitted<false>(other, minimum + (scale - other) * (s.element.high / 2)), true);
       else consider(storable(other, 0), true);
     }
     if constexpr (WEIGHTED)
@@ -164,7 +170,7 @@ template <class Element, bool MINIMUM, bool WEIGHTED> struct RowSearch {
   }
 
   template <bool WITH> void finish(Best& best, int which, float* scale, float* minimum) const {
-    const Pair fit = fitted<WITH>(best.pair.scale, best.pair.minimum);
+    const Pair fit = Fit::template fitted<WITH>(best.pair.scale, best.pair.minimum);
     float error[2];
     errors(fit, error);
     best.consider(fit, error[which]);
@@ -179,7 +185,7 @@ void search_rows(const Element& element, const ScaleSearch& s, int64_t first, in
   float *w = room, *importance = room + s.length + SUM_LANES;
   if (copied) std::memset(room, 0, size_t(2 * (s.length + SUM_LANES)) * sizeof(float));
   for (int64_t row = first; row < last; row++) {
-    RowSearch<Element, MINIMUM, WEIGHTED> search{s, element, row, s.w + row * s.length, WEIGHTED ? s.importance + row * s.length : nullptr};
+    RowSearch<Element, MINIMUM, WEIGHTED> search{{s, element, row, s.w + row * s.length, WEIGHTED ? s.importance + row * s.length : nullptr}};
     if (copied) {
       std::memcpy(w, search.w, size_t(s.length) * sizeof(float));
       search.w = w;
@@ -219,7 +225,7 @@ template <class Code> INLINED inline void encode_with(const billfish::Encoding& 
       const int64_t count = e.length - at < SUM_LANES ? e.length - at : SUM_LANES;
       const float* from = w + at;
       if (count < SUM_LANES) from = static_cast<const float*>(std::memcpy(tail, from, size_t(count) * sizeof(float)));
-      unroll<PARTS>([&](auto part) INLINED {
+      each_part([&](int part) INLINED {
         Reals x = load_reals(from + part * PER_PART);
         if (e.minimum) x -= minimum;
         x *= inverse;
@@ -297,7 +303,7 @@ void error_of_rows(const billfish::ErrorOfCodes& e, int64_t first, int64_t last)
         if (importance) std::memcpy(tail_importance, importance_here, size_t(count) * sizeof(float)), importance_here = tail_importance;
         std::memcpy(tail_codes, codes_here, size_t(count)), codes_here = tail_codes;
       }
-      unroll<PARTS>([&](auto part) INLINED {
+      each_part([&](int part) INLINED {
         const int64_t here = at + part * PER_PART;
         CodeBytes bytes;
         std::memcpy(&bytes, codes_here + part * PER_PART, sizeof bytes);
@@ -307,8 +313,8 @@ void error_of_rows(const billfish::ErrorOfCodes& e, int64_t first, int64_t last)
         if (minimum) value += of_groups(minimum, here, e.group, groups);
         float values[PER_PART];
         std::memcpy(values, &value, sizeof value);
-        unroll<2>([&](auto half) INLINED {
-          constexpr int from = half * PER_PART / 2;
+        repeat<2>([&](int half) INLINED {
+          const int from = half * PER_PART / 2;
           auto doubles = [&](const float* p) INLINED {
             HalfReals part_of;
             std::memcpy(&part_of, p, sizeof part_of);

@@ -52,6 +52,7 @@ template <int N> Ints shift_left(Ints a) { return {_mm512_slli_epi32(a.v, N)}; }
 
 struct Activations { const int8_t* p; };
 inline Activations load_activations(const int8_t* p) { return {p}; }
+constexpr bool X_IN_MEMORY = true;  // dot() takes x from where it lies, and not a lane of a register
 // vpdpbusd takes the weights as unsigned bytes, so signed ones come with 128 added.
 template <int L, billfish::Operand> Ints dot(Ints sum, Bytes w, Activations x) {
   int32_t four;

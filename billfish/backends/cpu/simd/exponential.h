@@ -33,18 +33,18 @@ constexpr Repeated MINUS_ROUNDING(-ROUNDING), R0(POWERS_OF_R[0]), R2(POWERS_OF_R
 // N vectors of numbers up to LARGEST_EXPONENT, in place, step by step: none waits for the steps of another. NaN stays NaN.
 template <int N> inline void exponentials(Floats (&x)[N]) {
   Floats minus_shifted[N], r[N], square[N], p[N], high[N];
-  const auto each = [](auto f) { unroll<N>(f); };
-  each([&](auto i) { x[i] = larger(splat(LEAST_EXPONENT), x[i]); });  // in this order: NaN stays NaN on x86 too
-  each([&](auto i) { minus_shifted[i] = multiply_add(load_constant(MINUS_ROUNDING.x), x[i], splat(-LOG2_E)); });
-  each([&](auto i) { r[i] = add(minus_shifted[i], splat(ROUNDING)); });  // -n
-  each([&](auto i) { r[i] = multiply_add(r[i], x[i], splat(LOG2_E)); });
-  each([&](auto i) { high[i] = multiply_add(load_constant(R4.x), r[i], splat(POWERS_OF_R[5])); });
-  each([&](auto i) { square[i] = multiply(r[i], r[i]); });
-  each([&](auto i) { p[i] = multiply_add(load_constant(R2.x), r[i], splat(POWERS_OF_R[3])); });
-  each([&](auto i) { p[i] = multiply_add(p[i], high[i], square[i]); });
-  each([&](auto i) { high[i] = multiply_add(load_constant(R0.x), r[i], splat(POWERS_OF_R[1])); });
-  each([&](auto i) { p[i] = multiply_add(high[i], p[i], square[i]); });
-  each([&](auto i) { x[i] = times_power(p[i], minus_shifted[i]); });  // whose sign falls out
+  const auto each = [](auto f) INLINED { repeat<N>(f); };
+  each([&](int i) INLINED { x[i] = larger(splat(LEAST_EXPONENT), x[i]); });  // in this order: NaN stays NaN on x86 too
+  each([&](int i) INLINED { minus_shifted[i] = multiply_add(load_constant(MINUS_ROUNDING.x), x[i], splat(-LOG2_E)); });
+  each([&](int i) INLINED { r[i] = add(minus_shifted[i], splat(ROUNDING)); });  // -n
+  each([&](int i) INLINED { r[i] = multiply_add(r[i], x[i], splat(LOG2_E)); });
+  each([&](int i) INLINED { high[i] = multiply_add(load_constant(R4.x), r[i], splat(POWERS_OF_R[5])); });
+  each([&](int i) INLINED { square[i] = multiply(r[i], r[i]); });
+  each([&](int i) INLINED { p[i] = multiply_add(load_constant(R2.x), r[i], splat(POWERS_OF_R[3])); });
+  each([&](int i) INLINED { p[i] = multiply_add(p[i], high[i], square[i]); });
+  each([&](int i) INLINED { high[i] = multiply_add(load_constant(R0.x), r[i], splat(POWERS_OF_R[1])); });
+  each([&](int i) INLINED { p[i] = multiply_add(high[i], p[i], square[i]); });
+  each([&](int i) INLINED { x[i] = times_power(p[i], minus_shifted[i]); });  // whose sign falls out
 }
 
 }  // namespace BILLFISH_ISA

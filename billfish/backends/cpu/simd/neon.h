@@ -57,6 +57,7 @@ template <int N> Ints shift_left(Ints a) { return vshlq_n_s32(a, N); }
 // 16 bytes of x. dot<L> adds, in each lane, the products of that lane's four signed weights with bytes 4L..4L+3.
 using Activations = int8x16_t;
 inline Activations load_activations(const int8_t* p) { return vld1q_s8(p); }
+constexpr bool X_IN_MEMORY = false;  // see simd/avx512.h
 template <int L, billfish::Operand> Ints dot(Ints sum, Bytes w, Activations x) {
   asm("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum) : "w"(w), "w"(x), "i"(L));  // gcc moves the intrinsic's sums about
   return sum;

@@ -58,6 +58,7 @@ template <int K> Ints signed_bytes(Bytes v) {
 
 struct Activations { const int8_t* p; };
 inline Activations load_activations(const int8_t* p) { return {p}; }
+constexpr bool X_IN_MEMORY = true;  // dot() takes x from where it lies, and not a lane of a register
 template <int L, billfish::Operand> Ints dot(Ints sum, Bytes w, Activations x) {
   return sum + signed_bytes<0>(w) * x.p[4 * L] + signed_bytes<1>(w) * x.p[4 * L + 1] + signed_bytes<2>(w) * x.p[4 * L + 2] +
          signed_bytes<3>(w) * x.p[4 * L + 3];
@@ -128,7 +129,7 @@ template <int L> Floats multiply_add_x(Floats sum, Floats w, FloatActivations x)
 template <int L> Floats multiply_x(Floats w, FloatActivations x) { return w * x.p[L]; }
 
 template <class F> inline Floats each_lane(F f) { return Floats{f(0), f(1), f(2), f(3)}; }
-inline Floats halves_to_floats(const uint8_t* p) {
+__attribute__((noinline)) inline Floats halves_to_floats(const uint8_t* p) {  // a quarter of what kernels are to compile, if in each
   return each_lane([&](int i) { return half_to_float(uint16_t(p[2 * i] | p[2 * i + 1] << 8)); });
 }
 inline Floats bfloats_to_floats(const uint8_t* p) {

@@ -31,7 +31,11 @@ class TileRegisters {
 
 template <int TILE> inline void clear_tile() { asm volatile("tilezero %%tmm%c0" : : "i"(TILE)); }
 template <int TILE> inline void load_tile(const void* p, int64_t stride) {
+#if defined(__clang__)  // has no operand for memory of any size
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(TILE) : "memory");
+#else
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(TILE), "m"(*static_cast<const uint8_t(*)[]>(p)));
+#endif
 }
 template <int TILE> inline void store_tile(int32_t (&to)[16][16]) {
   asm volatile("tilestored %%tmm%c3, (%1,%2,1)" : "=m"(to) : "r"(&to), "r"(int64_t(64)), "i"(TILE));

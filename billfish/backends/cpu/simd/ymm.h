@@ -50,6 +50,7 @@ template <int N> Ints shift_left(Ints a) { return {_mm256_slli_epi32(a.v, N)}; }
 // Four bytes of x, in every lane.
 struct Activations { const int8_t* p; };
 inline Activations load_activations(const int8_t* p) { return {p}; }
+constexpr bool X_IN_MEMORY = true;  // dot() takes x from where it lies, and not a lane of a register
 template <int L> __m256i splat_quad(Activations x) {
   int32_t four;
   std::memcpy(&four, x.p + 4 * L, 4);
