@@ -10,6 +10,7 @@ sums alone. The same command goes on where it was stopped.
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,10 +27,19 @@ RESULTS = records.RESULTS / "in_llama_cpp.json"
 F32 = 0  # ggml's number
 
 
+@functools.cache
+def silent() -> Any:
+    """What takes llama.cpp's messages, one for each tensor."""
+    import llama_cpp
+
+    return llama_cpp.llama_log_callback(lambda *_: None)
+
+
 def decoded(path: Path, out: Path) -> Path:
     """The file with float32 weights, written by llama.cpp."""
     import llama_cpp
 
+    llama_cpp.llama_log_set(silent(), None)
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype, params.allow_requantize, params.nthread = llama_cpp.LLAMA_FTYPE_ALL_F32, True, 1
     if llama_cpp.llama_model_quantize(str(path).encode(), str(out).encode(), params) != 0:

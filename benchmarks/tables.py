@@ -424,6 +424,13 @@ def sweep(results: Results) -> str:
     return table([head, *rows])
 
 
+def swept(results: Results) -> str:
+    """The file that all others of the sweep are compared with."""
+    about, tokens = results["about"], results["records"][0]["tokens"]
+    perplexity = f"{about['perplexity']:.2f} ± {about['perplexity_error']:.2f}"
+    return f"{perplexity} on the same {tokens:,} tokens, at {about['bits_per_weight']:.2f} bits per weight"
+
+
 def mixture(results: Results) -> str:
     """Bits of the roles in a mixture, and the divergence, by the plan and by one format for all."""
     roles = list(results["records"][0]["roles"])
@@ -880,6 +887,7 @@ ROWS_OF_M = "--m 1,4,16,64"
 MOST = "q4_0,u4b8:128,q8_0,q4_k,mxfp4,fp4:32,q4_1,q5_0,q5_1,nvfp4"
 XEON = f"{NEOVERSE} {ROWS_OF_M} --peers onnxruntime"
 GPU = "python -m benchmarks.cuda_products --json FILE"
+SWEEP = "python -m benchmarks.sweep --calibrate FILE --llama-quantize PATH --imatrix FILE"
 QUALITY = "python -m benchmarks.quality --ggml FOLDER"
 METAL = "python -m benchmarks.metal_profile --json FILE"
 LLM = "python -m benchmarks.llm_speed --threads 2 --json FILE"
@@ -1014,7 +1022,10 @@ TABLES: Mapping[str, Table] = {
     "quality-range": Table("quality.json", divergences),
     "quality-tuned": Table("quality.json", tuned),
     "quality-elsewhere": Table("in_llama_cpp.json", elsewhere, "python -m benchmarks.in_llama_cpp FILE... --json FILE"),
-    "sweep": Table("sweep.json", sweep, "python -m benchmarks.sweep MODEL --text FILE --calibrate FILE"),
+    "sweep": Table(
+        "sweep.json", sweep, "python -m benchmarks.sweep --calibrate FILE --llama-quantize PATH --imatrix FILE"
+    ),
+    "sweep-original": Table("sweep.json", swept),
     "quality-plan": Table("quality.json", plan),
     "mixture-bits": Table("mixture_bits.json", mixture, "python -m benchmarks.mixture_bits --json FILE"),
     "activations-kl": Table("activations.json", activation_rounding, "python -m benchmarks.activations --json FILE"),

@@ -51,7 +51,7 @@ LOADERS = {
 
 @pytest.mark.parametrize(("format", "method"), first(3, FILES))
 def test_perplexity_is_that_of_llama_cpp(tmp_path, format, method):
-    """It got this file, and the file decoded to float32 by its own program. Other kernels may round a code otherwise."""
+    """It got this file, and then the file that its own quantizer decoded to float32."""
     model = load(write_file(tmp_path, format, method), device="cpu", progress=False)
     tokens = model.tokenizer.encode(TEXT, special=False)[:TOKENS]
     recorded = LLAMA_CPP["perplexity"][f"{format}, {method}"]

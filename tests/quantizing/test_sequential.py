@@ -153,7 +153,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(model, monkeypatch):
 @pytest.mark.skipif(sys.platform == "win32", reason="signals as POSIX has them")
 @pytest.mark.promise("files", "GPTQ in order, killed in a layer, goes on with that layer")
 def test_killed_in_a_layer_the_next_run_goes_on_with_it_to_the_same_bytes(model):
-    """SIGKILL in the middle of the second layer, and of the last one: each is run from its beginning, none before it."""
+    """SIGKILL in the middle of the second layer, and of the last one: each is run again, and none before it."""
     bf.quantize_checkpoint(
         model, model.parent / "whole.gguf", "q4_0", method="gptq", calibrate=model.parent / "text.txt", progress=False
     )

@@ -139,6 +139,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(model, monkeypatch):
     assert not list(model.parent.glob("*.partial*"))
 
 
+@pytest.mark.full  # it imports torch again; the test before it stops runs in this process
 @pytest.mark.skipif(sys.platform == "win32", reason="signals as POSIX has them")
 @pytest.mark.promise("files", "tune, killed in a step, goes on with that step")
 def test_killed_in_a_step_the_next_run_goes_on_with_it_to_the_same_bytes(model):
