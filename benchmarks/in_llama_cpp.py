@@ -68,7 +68,7 @@ def measured(path: Path, tokens: Sequence[int], window: int = WINDOW) -> records
     """The record of a file."""
     model: Model = load(path, device="cpu", progress=False)
     windows = cut_windows(model, tokens, window)
-    ours = {a: evaluate(model, tokens, activations=a, window=window) for a in ("exact", "q8")}  # type: ignore[arg-type]
+    ours = {a: evaluate(model, tokens, activations=a, window=window) for a in ("exact", "q8")}
     with tempfile.TemporaryDirectory() as folder:
         floats = loss_in_llama_cpp(decoded(path, Path(folder) / "floats.gguf"), windows)
     return {

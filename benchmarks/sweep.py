@@ -8,7 +8,7 @@ is for calibration. It should not be NEWS. With --llama-quantize PATH, llama.cpp
 are compared alike. With --imatrix FILE, of llama-imatrix and TEXT, it writes each of them again with these statistics.
 
 Methods: rtn, mse; weighted, which is mse with --calibrate; gptq; tune, which is gptq and then `billfish tune`. Formats
-may be mixes, such as Q4_K_M. --bits are averages for `billfish quantize --bits`, by the last two methods.
+may be mixes, such as Q4_K_M. --bits are averages for `billfish quantize --bits`, by the last three methods.
 
 The same command goes on where it was stopped; with --folder, in the middle of a file, too. A record for the page is
 benchmarks/results/sweep.json.
@@ -52,9 +52,9 @@ def news() -> str:
 def cases(flags: argparse.Namespace) -> Iterator[Case]:
     for format in flags.formats:
         yield from ({"by": "billfish", "format": format, "method": method} for method in flags.methods)
-    orders = [method for method in flags.methods if method in ("gptq", "tune")]
+    calibrated = [method for method in flags.methods if method in ("weighted", "gptq", "tune")]
     yield from (
-        {"by": "billfish", "format": f"--bits {b}", "method": method} for b in flags.bits if b for method in orders
+        {"by": "billfish", "format": f"--bits {b}", "method": method} for b in flags.bits if b for method in calibrated
     )
     if flags.llama_quantize is not None:
         methods = ["plain", *(["imatrix"] if flags.imatrix else [])]
@@ -74,18 +74,17 @@ def write(case: Case, model: Path, folder: Path, flags: argparse.Namespace) -> P
     mixed = by_plan or mix_named(name, "gguf") is not None
     in_gguf = in_gguf and (mixed or parse_format(name, "--formats")[0].name in TARGETS["gguf"]().formats)
     out = folder / f"{name.replace(':', '-')}-{'gptq' if method == 'tune' else method}{'.gguf' if in_gguf else ''}"
-    known: Case = {"calibrate": flags.calibrate or True} if method in ("weighted", "gptq", "tune") else {}
+    settings: Case = {"statistics": None, "calibrate": False, "requantize": True, "device": flags.device}
+    settings["method"] = {"weighted": "mse", "tune": "gptq"}.get(method, method)
     if method == "weighted":  # the same for all formats
-        known = {"statistics": statistics(model, folder, flags)}
-    settings = known | {"requantize": True, "device": flags.device}
-    if out.exists():  # of an earlier run
-        pass
-    elif by_plan:
-        further = {"group_size": None, "statistics": None, "method": "gptq"}
-        quantize_to_bits(str(model), str(out), float(name.split()[1]), None, None, {}, **settings, **further)
-    else:
-        how = {"weighted": "mse", "tune": "gptq"}.get(method, method)
-        bf.quantize_checkpoint(model, out, name, method=how, **settings)
+        settings["statistics"] = str(statistics(model, folder, flags))
+    elif method in ("gptq", "tune"):
+        settings["calibrate"] = flags.calibrate or True
+    if by_plan and not out.exists():  # both methods follow one plan
+        plan = str(folder / f"{name}.txt")
+        quantize_to_bits(str(model), str(out), float(name.split()[1]), None, plan, {}, group_size=None, **settings)
+    elif not out.exists():
+        bf.quantize_checkpoint(model, out, name, **settings)
     if method != "tune":
         return out
     tuned = out.with_name(f"tuned-{out.name}")

@@ -68,8 +68,8 @@ def test_mixes_and_plans_are_quantized_as_by_the_commands(model, monkeypatch):
     """Each file once: what the folder has is not written again."""
     planned = []
 
-    def plans(source, out, bits, *_, **settings):
-        planned.append((bits, settings["method"], settings["calibrate"]))
+    def plans(source, out, bits, formats, plan, *_, **settings):
+        planned.append((bits, Path(plan).name, settings["method"], settings["calibrate"]))
         bf.quantize_checkpoint(source, out, "q8_0", method="rtn", progress=False)
 
     monkeypatch.setattr(sweep, "quantize_to_bits", plans)
@@ -78,7 +78,8 @@ def test_mixes_and_plans_are_quantized_as_by_the_commands(model, monkeypatch):
     for _ in range(2):
         out = sweep.write({"by": "billfish", "format": "--bits 5.5", "method": "gptq"}, model, model.parent, flags)
         assert out == model.parent / "--bits 5.5-gptq.gguf"
-    assert planned == [(5.5, "gptq", text)]
+    sweep.write({"by": "billfish", "format": "--bits 5.5", "method": "weighted"}, model, model.parent, flags)
+    assert planned == [(5.5, "--bits 5.5.txt", "gptq", text), (5.5, "--bits 5.5.txt", "mse", False)]
     mixed = sweep.write({"by": "billfish", "format": "Q4_K_M", "method": "weighted"}, model, model.parent, flags)
     expected = model.parent / "expected.gguf"
     bf.quantize_checkpoint(model, expected, "Q4_K_M", calibrate=text, progress=False)
