@@ -5,17 +5,18 @@
 Each file is written with `billfish quantize`, as a user would, and its predictions of NEWS are compared with MODEL's:
 mean KL divergence, that of the token at the 99.9 percentile, and how often both have the same most likely token. TEXT
 is for calibration. It should not be NEWS. With --llama-quantize PATH, llama.cpp's program writes its own mixes, which
-are compared alike, and --imatrix is for it.
+are compared alike. With --imatrix FILE, of llama-imatrix and TEXT, it writes each of them again with these statistics.
 
-Methods: rtn, mse; weighted, which is mse with --calibrate; gptq; tune, which is gptq and then `billfish tune`.
+Methods: rtn, mse; weighted, which is mse with --calibrate; gptq; tune, which is gptq and then `billfish tune`. Formats
+may be mixes, such as Q4_K_M. --bits are averages for `billfish quantize --bits`, by the last three methods.
 
-The same command goes on where it was stopped. A record for the page is benchmarks/results/sweep.json.
+The same command goes on where it was stopped; with --folder, in the middle of a file, too. A record for the page is
+benchmarks/results/sweep.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import subprocess
 import tempfile
@@ -25,14 +26,16 @@ from typing import Any
 
 import billfish as bf
 from benchmarks import command, pages, records
+from billfish.checkpoints.mixes import mix_named
 from billfish.checkpoints.write.export import TARGETS
 from billfish.core.format import parse_format
-from billfish.llm import default_model, load
+from billfish.llm import Model, default_model, load
 from billfish.llm.evaluation import Truth, evaluate
+from billfish.quantizing.quantize_checkpoint import quantize_to_bits
 
 RESULTS = records.RESULTS / "sweep.json"
 FORMATS = "mxfp4,u4b8:128,q4_0,nvfp4,iq4_nl,q4_1,q5_0,q5_1,q8_0"
-MIXES = "Q3_K_M,IQ4_XS,Q4_0,Q4_K_S,Q4_K_M,Q5_K_M,Q6_K,Q8_0"
+MIXES = "Q3_K_M,Q4_0,IQ4_NL,Q4_1,Q4_K_M,Q5_K_M,Q6_K,Q8_0"
 METHODS = "rtn,mse,weighted,gptq,tune"
 
 Case = dict[str, Any]
@@ -49,30 +52,52 @@ def news() -> str:
 def cases(flags: argparse.Namespace) -> Iterator[Case]:
     for format in flags.formats:
         yield from ({"by": "billfish", "format": format, "method": method} for method in flags.methods)
+    calibrated = [method for method in flags.methods if method in ("weighted", "gptq", "tune")]
+    yield from (
+        {"by": "billfish", "format": f"--bits {b}", "method": method} for b in flags.bits if b for method in calibrated
+    )
     if flags.llama_quantize is not None:
-        yield from ({"by": "llama.cpp", "format": mix, "method": "imatrix"} for mix in flags.mixes)
+        methods = ["plain", *(["imatrix"] if flags.imatrix else [])]
+        yield from ({"by": "llama.cpp", "format": mix, "method": method} for mix in flags.mixes for method in methods)
 
 
 def write(case: Case, model: Path, folder: Path, flags: argparse.Namespace) -> Path:
     """The file or folder of a case."""
+    name, method = case["format"], case["method"]
     if case["by"] == "llama.cpp":
         out = folder / "theirs.gguf"
-        imatrix = ["--imatrix", str(flags.imatrix)] if flags.imatrix else []
-        words = [str(flags.llama_quantize), "--allow-requantize", *imatrix, str(model), str(out), case["format"]]
+        imatrix = ["--imatrix", str(flags.imatrix)] if method == "imatrix" else []
+        words = [str(flags.llama_quantize), "--allow-requantize", *imatrix, str(model), str(out), name]
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
         return out
-    method = case["method"]
-    in_gguf = parse_format(case["format"], "--formats")[0].name in TARGETS["gguf"]().formats
-    out = folder / ("ours.gguf" if in_gguf and model.suffix == ".gguf" else "ours")
-    calibrated = {"calibrate": flags.calibrate or True} if method in ("weighted", "gptq", "tune") else {}
-    how = "gptq" if method == "tune" else "mse" if method == "weighted" else method
-    settings = {"requantize": True, "overwrite": True, **calibrated}
-    bf.quantize_checkpoint(model, out, case["format"], method=how, **settings)  # type: ignore[arg-type]
+    by_plan, in_gguf = name.startswith("--bits "), model.suffix == ".gguf"
+    mixed = by_plan or mix_named(name, "gguf") is not None
+    in_gguf = in_gguf and (mixed or parse_format(name, "--formats")[0].name in TARGETS["gguf"]().formats)
+    out = folder / f"{name.replace(':', '-')}-{'gptq' if method == 'tune' else method}{'.gguf' if in_gguf else ''}"
+    settings: Case = {"statistics": None, "calibrate": False, "requantize": True, "device": flags.device}
+    settings["method"] = {"weighted": "mse", "tune": "gptq"}.get(method, method)
+    if method == "weighted":  # the same for all formats
+        settings["statistics"] = str(statistics(model, folder, flags))
+    elif method in ("gptq", "tune"):
+        settings["calibrate"] = flags.calibrate or True
+    if by_plan and not out.exists():  # both methods follow one plan
+        plan = str(folder / f"{name}.txt")
+        quantize_to_bits(str(model), str(out), float(name.split()[1]), None, plan, {}, group_size=None, **settings)
+    elif not out.exists():
+        bf.quantize_checkpoint(model, out, name, **settings)
     if method != "tune":
         return out
-    tuned = out.with_name(f"tuned{out.suffix}")
+    tuned = out.with_name(f"tuned-{out.name}")
     bf.tune_checkpoint(out, tuned, against=model, text=flags.calibrate, device=flags.device, overwrite=True)
     return tuned
+
+
+def statistics(model: Path, folder: Path, flags: argparse.Namespace) -> Path:
+    """Mean squares of the inputs, of --calibrate. The folder may have them already."""
+    made = folder / "squares.safetensors"
+    if not made.exists():
+        bf.calibrate_checkpoint(model, made, text=flags.calibrate, device=flags.device)
+    return made
 
 
 def measured(case: Case, out: Path, truth: Truth, device: str) -> Case:
@@ -105,24 +130,36 @@ def main() -> None:
     parser.add_argument("--llama-quantize", type=Path, metavar="PATH", help="llama.cpp's program (default: none)")
     parser.listed("--mixes", "mixes for it", MIXES)
     parser.add_argument("--imatrix", type=Path, metavar="FILE", help="statistics for it (default: none)")
+    parser.listed("--bits", "average bits per weight, a format for each matrix", "4.5")
+    parser.add_argument("--folder", type=Path, help="folder that keeps billfish's files (default: none)")
     parser.option("--device", "cpu, cuda or cuda:N; auto is a GPU if there is one", "auto", str, "D")
     flags = parser.parse_args()
     model = flags.model or default_model()
     reference = load(model, device=flags.device, progress=False)
     text = Path(flags.text or news()).read_text()
     truth = Truth(reference, reference.tokenizer.encode(text, special=False)[: flags.tokens])
-    about = {"model": reference.config.name, "bits_per_weight": reference.decoder.tensors.bits_per_weight}
-    with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
-        path = flags.json or Path(temporary) / "sweep.json"
-        results = records.Growing(path, about=about, records=[])
+    with tempfile.TemporaryDirectory() as temporary:
+        path, folder = flags.json or Path(temporary) / "sweep.json", flags.folder or Path(temporary)
+        results = records.Growing(path, records=[])
+        if "about" not in results.content:
+            results.content["about"] = about(reference, truth)
         for case in cases(flags):
             if results.lacks("records", case):
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 results.add("records", measured(case, write(case, model, folder, flags), truth, flags.device))
-                stack.pop_all().close()
                 print(line(results.content["records"][-1]), flush=True)
     if flags.json == RESULTS:
         pages.main()
+
+
+def about(reference: Model, truth: Truth) -> Case:
+    """What all files are compared with."""
+    found = evaluate(reference, [token for window in truth.windows for token in window])
+    return {
+        "model": reference.config.name,
+        "bits_per_weight": reference.decoder.tensors.bits_per_weight,
+        "perplexity": found.perplexity,
+        "perplexity_error": found.perplexity_error,
+    }
 
 
 def line(record: Case) -> str:

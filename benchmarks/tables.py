@@ -57,6 +57,7 @@ def table(rows: list[list[str]]) -> str:
 # ---- language models --------------------------------------------------------------------------------------------
 
 PEERS = ("llama.cpp", "ik_llama.cpp", "OpenVINO GenAI")
+FLOAT_GPTQ = "`gptq`, float inputs"  # --no-sequential
 ROWS = {
     "generation": "decode, 128 tokens from an empty context",
     "generation after 1024": "decode, 32 tokens after 1024",
@@ -361,14 +362,14 @@ def language(results: Results) -> str:
     ]
     columns: list[Results] = [{"method": "rtn"}, {"method": "mse"}, *calibrated]
     head = ["format, group size", "bits per weight", "`rtn`", "`mse`"]
-    head += ["weighted, mixed", "`gptq`, mixed", "weighted, documentation", "`gptq`, documentation"]
+    head += [f"{method}, {text}" for text in ("mixed", "documentation") for method in ("weighted", FLOAT_GPTQ)]
     return table([head, *by_format(results["records"], columns, "divergence", 3)])
 
 
 def in_order(results: Results) -> str:
     """KL divergence of GPTQ by the float model's inputs and in order, and of `tune` after it, in brackets over the
     first."""
-    methods = {"gptq": "`--no-sequential`", "sequential": "`--method gptq`", "tune": "then `tune`"}
+    methods = {"gptq": FLOAT_GPTQ, "sequential": "`gptq` in order", "tune": "then `tune`"}
     rows: dict[str, dict[str, Results]] = {}
     for record in results["records"]:
         if (record["calibration_text"], record["calibration_tokens"]) == ("mixed", 32768):
@@ -413,7 +414,7 @@ def rotation(results: Results) -> str:
 def embeddings(results: Results) -> str:
     """Distance of MiniLM's embeddings, by format and method."""
     columns = [{"method": method} for method in ("rtn", "mse", "weighted", "gptq")]
-    head = ["format, group size", "bits per weight", "embeddings: `rtn`", "`mse`", "weighted", "`gptq`"]
+    head = ["format, group size", "bits per weight", "embeddings: `rtn`", "`mse`", "weighted", FLOAT_GPTQ]
     return table([head, *by_format(results["embeddings"], columns, "distance", 5)])
 
 
@@ -421,7 +422,8 @@ def others(results: Results) -> str:
     """What else was measured with the mixed text: llama.cpp's quantizer, few tokens, a format for each matrix."""
     rows = [["further", "bits per weight", "calibration tokens", "KL divergence", "same top-1 token", "perplexity"]]
     for record in results["records"]:
-        name = "`--bits 4.6`, weighted" if record["method"] == "bits" else f"{record['format']}, {record['method']}"
+        method = {"gptq": FLOAT_GPTQ, "ggml": "llama.cpp's quantizer"}.get(record["method"], record["method"])
+        name = "`--bits 4.6`, weighted" if method == "bits" else f"{record['format']}, {method}"
         if record["method"] in ("bits", "ggml") or 0 < record["calibration_tokens"] < 32768:
             kl = f"{record['divergence']:.4f} ± {record['divergence_error']:.4f}"
             perplexity = f"{record['perplexity']:.2f} ± {record['perplexity_error']:.2f}"
@@ -437,11 +439,20 @@ def sweep(results: Results) -> str:
     for record in sorted(results["records"], key=lambda r: (r["bits_per_weight"], -r["divergence"])):
         perplexity = f"{record['perplexity']:.2f} ± {record['perplexity_error']:.2f}"
         kl = f"{record['divergence']:.4f} ± {record['divergence_error']:.4f}"
-        name = f"{record['format']}, {record['method']}"
-        name = name if record["by"] == "billfish" else f"{record['by']} {name}"
+        method = {"gptq": "`gptq` in order", "tune": "`gptq` in order, tuned"}.get(record["method"], record["method"])
+        format = f"`{record['format']}`" if record["format"].startswith("--") else record["format"]
+        name = f"{format}, {method}"
+        name = name if record["by"] == "billfish" else f"{record['by']}'s {name}".removesuffix(", plain")
         sizes = [f"{record['bytes'] / 2**30:.3f}", f"{record['bits_per_weight']:.2f}"]
         rows.append([name, *sizes, perplexity, kl, f"{record['divergence_999']:.2f}", f"{record['same_best']:.1%}"])
     return table([head, *rows])
+
+
+def swept(results: Results) -> str:
+    """The file that all others of the sweep are compared with."""
+    about, tokens = results["about"], results["records"][0]["tokens"]
+    perplexity = f"{about['perplexity']:.2f} ± {about['perplexity_error']:.2f}"
+    return f"{perplexity} on the same {tokens:,} tokens, at {about['bits_per_weight']:.2f} bits per weight"
 
 
 def mixture(results: Results) -> str:
@@ -884,8 +895,31 @@ def divergences(results: Results) -> str:
     }
     return (
         f"{found['ggml']:.3f} by llama.cpp's quantizer with an imatrix, {found['weighted']:.3f} by `--calibrate` with"
-        f" the same text, and {found['gptq']:.3f} with `--method gptq`"
+        f" the same text, and {found['sequential']:.3f} with `--method gptq`"
     )
+
+
+def tuned(results: Results) -> str:
+    """KL divergence after `tune`, relative to GPTQ with the float model's inputs: least, most and mean."""
+    found: dict[tuple[str, str], float] = {
+        (record["format"], record["method"]): record["divergence"]
+        for record in results["records"]
+        if (record["calibration_text"], record["calibration_tokens"]) == ("mixed", 32768)
+    }
+    shares = [value / found[name, "gptq"] for (name, method), value in found.items() if method == "tune"]
+    mean = sum(shares) / len(shares)
+    least, most = min(shares), max(shares)
+    return f"{least:.2f} to {most:.2f} of the divergence of GPTQ with the float model's inputs, {mean:.2f} on average"
+
+
+def elsewhere(results: Results) -> str:
+    """Perplexity of files in llama.cpp and in billfish."""
+    head = ["file", "bits per weight", "billfish, exact", "llama.cpp, float32", "billfish, q8", "llama.cpp"]
+    rows = [head]
+    for record in results["records"]:
+        cells = [f"{record[name]:.3f}" for name in ("exact", "llama_cpp_floats", "q8", "llama_cpp")]
+        rows.append([record["file"], f"{record['bits_per_weight']:.2f}", *cells])
+    return table(rows)
 
 
 # ---- by name ----------------------------------------------------------------------------------------------------
@@ -895,6 +929,7 @@ ROWS_OF_M = "--m 1,4,16,64"
 MOST = "q4_0,u4b8:128,q8_0,q4_k,mxfp4,fp4:32,q4_1,q5_0,q5_1,nvfp4"
 XEON = f"{NEOVERSE} {ROWS_OF_M} --peers onnxruntime"
 GPU = "python -m benchmarks.cuda_products --json FILE"
+SWEEP = "python -m benchmarks.sweep --calibrate FILE --llama-quantize PATH --imatrix FILE"
 QUALITY = "python -m benchmarks.quality --ggml FOLDER"
 METAL = "python -m benchmarks.metal_profile --json FILE"
 LLM = "python -m benchmarks.llm_speed --threads 2 --json FILE"
@@ -1033,7 +1068,12 @@ TABLES: Mapping[str, Table] = {
     "rotation": Table("rotation.json", rotation, "python -m benchmarks.rotation"),
     "quality-embeddings": Table("quality.json", embeddings, QUALITY),
     "quality-range": Table("quality.json", divergences),
-    "sweep": Table("sweep.json", sweep, "python -m benchmarks.sweep MODEL --text FILE --calibrate FILE"),
+    "quality-tuned": Table("quality.json", tuned),
+    "quality-elsewhere": Table("in_llama_cpp.json", elsewhere, "python -m benchmarks.in_llama_cpp FILE... --json FILE"),
+    "sweep": Table(
+        "sweep.json", sweep, "python -m benchmarks.sweep --calibrate FILE --llama-quantize PATH --imatrix FILE"
+    ),
+    "sweep-original": Table("sweep.json", swept),
     "quality-plan": Table("quality.json", plan),
     "mixture-bits": Table("mixture_bits.json", mixture, "python -m benchmarks.mixture_bits --json FILE"),
     "activations-kl": Table("activations.json", activation_rounding, "python -m benchmarks.activations --json FILE"),

@@ -360,7 +360,7 @@ METHODS = {
     "mse": ("mse", "blue"),
     "ggml": ("llama.cpp's, imatrix", "green"),
     "weighted": ("--calibrate", "orange"),
-    "gptq": ("gptq", "pink"),
+    "gptq": ("gptq, float inputs", "pink"),
     "sequential": ("gptq in order", "sky"),
     "tune": ("then tune", "yellow"),
 }
@@ -413,17 +413,19 @@ def kl() -> Drawing:
 SWEEP = {
     "rtn": ("rtn", "grey"),
     "mse": ("mse", "blue"),
-    "imatrix": ("llama.cpp", "green"),
+    "plain": ("llama.cpp", "green"),
+    "imatrix": ("llama.cpp, imatrix", "sky"),
     "weighted": ("--calibrate", "orange"),
-    "gptq": ("gptq", "pink"),
+    "gptq": ("gptq in order", "pink"),
     "tune": ("gptq, tuned", "yellow"),
 }
 
 
 def sweep() -> Drawing:
-    """KL divergence over bits per weight, both logarithmic: a point for each file, a line for each method."""
+    """KL divergence over bits per weight, both logarithmic: a point for each file, a color for each method."""
     results = records.read("sweep.json")
     found = sorted(results["records"], key=lambda r: (r["bits_per_weight"], r["divergence"]))
+    found = [r for r in found if r["divergence"] > 1e-5]  # not the model in its own format again
     methods = [method for method in SWEEP if any(r["method"] == method for r in found)]
     model = results["about"]["model"]
     title = f"KL divergence over bits per weight, {model}"

@@ -28,7 +28,7 @@ def test_a_sweep_goes_on_where_it_was_stopped(model, monkeypatch, capsys):
     record = model.parent / "sweep.json"
     words = [str(model), "--text", str(model.parent / "text.txt"), "--tokens", "120", "--device", "cpu"]
     for formats in ("q4_0", "q4_0,q8_0,u4b8"):
-        more = ["--formats", formats, "--methods", "rtn,mse", "--json", str(record)]
+        more = ["--formats", formats, "--methods", "rtn,mse", "--bits", "5", "--json", str(record)]
         monkeypatch.setattr(sys, "argv", ["sweep", *words, *more])
         sweep.main()
     lines = capsys.readouterr().out.splitlines()
@@ -52,11 +52,35 @@ def test_llama_cpp_s_program_is_another_row(model):
     program.write_text(f'#!/bin/sh\n[ "$1 $4" = "--allow-requantize Q4_0" ] && cp {theirs} "$3"\n')
     program.chmod(0o755)
     flags = argparse.Namespace(
-        formats=[], methods=[], mixes=["Q4_0"], llama_quantize=program, imatrix=None, device="cpu", calibrate=None
+        formats=[], methods=[], bits=[], mixes=["Q4_0"], llama_quantize=program, imatrix=None, device="cpu"
     )
     [case] = sweep.cases(flags)
+    flags.imatrix = Path("imatrix.gguf")
+    assert [case["method"] for case in sweep.cases(flags)] == ["plain", "imatrix"]
     reference = load(model, device="cpu", progress=False)
     truth = Truth(reference, reference.tokenizer.encode(TEXT, special=False)[:100])
     record = sweep.measured(case, sweep.write(case, model, model.parent, flags), truth, "cpu")
     assert (record["by"], record["bits_per_weight"], record["tokens"]) == ("llama.cpp", 4.5, 99)
     assert record["bytes"] == theirs.stat().st_size
+
+
+def test_mixes_and_plans_are_quantized_as_by_the_commands(model, monkeypatch):
+    """Each file once: what the folder has is not written again."""
+    planned = []
+
+    def plans(source, out, bits, formats, plan, *_, **settings):
+        planned.append((bits, Path(plan).name, settings["method"], settings["calibrate"]))
+        bf.quantize_checkpoint(source, out, "q8_0", method="rtn", progress=False)
+
+    monkeypatch.setattr(sweep, "quantize_to_bits", plans)
+    text = str(model.parent / "text.txt")
+    flags = argparse.Namespace(calibrate=text, device="cpu")
+    for _ in range(2):
+        out = sweep.write({"by": "billfish", "format": "--bits 5.5", "method": "gptq"}, model, model.parent, flags)
+        assert out == model.parent / "--bits 5.5-gptq.gguf"
+    sweep.write({"by": "billfish", "format": "--bits 5.5", "method": "weighted"}, model, model.parent, flags)
+    assert planned == [(5.5, "--bits 5.5.txt", "gptq", text), (5.5, "--bits 5.5.txt", "mse", False)]
+    mixed = sweep.write({"by": "billfish", "format": "Q4_K_M", "method": "weighted"}, model, model.parent, flags)
+    expected = model.parent / "expected.gguf"
+    bf.quantize_checkpoint(model, expected, "Q4_K_M", calibrate=text, progress=False)
+    assert mixed.read_bytes() == expected.read_bytes()

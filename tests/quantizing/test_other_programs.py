@@ -1,18 +1,21 @@
 """Files of GPTQ in order and of tune in other programs: their own loaders read them, and their perplexity is ours.
 
-llama.cpp has no build here. The bits that it makes of each type are recorded (test_ggml.py), and its logits of a model
-(test_architectures.py).
+llama.cpp has no build here. Its perplexities of these files are recorded (make_perplexity_vectors.py), as are the bits
+that it makes of each type (test_ggml.py) and its logits of models (test_architectures.py).
 """
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cases import first
 from llm_architectures import write_model
+from quantized_files import FILES, TOKENS, write_file
 from transformers import AutoModelForCausalLM
 
 import billfish as bf
@@ -21,6 +24,7 @@ from billfish.llm import load
 pytestmark = pytest.mark.torch
 TEXT = "ab abba, what is this? A few words of a text; 12 numbers and more. " * 8
 WINDOW = 48
+LLAMA_CPP = json.loads((Path(__file__).parents[1] / "support" / "vectors" / "perplexity.json").read_text())
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}  # transformers reads no other from GGUF
 
 
@@ -43,6 +47,17 @@ LOADERS = {
     "compressed-tensors": ("u4b8:32", by_transformers),
     "mlx": ("affine4:32", by_mlx_lm),
 }
+
+
+@pytest.mark.parametrize(("format", "method"), first(3, FILES))
+def test_perplexity_is_that_of_llama_cpp(tmp_path, format, method):
+    """It got this file, and then the file that its own quantizer decoded to float32."""
+    model = load(write_file(tmp_path, format, method), device="cpu", progress=False)
+    tokens = model.tokenizer.encode(TEXT, special=False)[:TOKENS]
+    recorded = LLAMA_CPP["perplexity"][f"{format}, {method}"]
+    for activations, theirs, relative in (("exact", "llama_cpp_floats", 2e-4), ("q8", "llama_cpp", 2e-2)):
+        ours = bf.llm.evaluate(model, tokens, activations=activations, window=WINDOW).perplexity
+        assert ours == pytest.approx(recorded[theirs], rel=relative)
 
 
 @pytest.mark.parametrize("target", LOADERS)

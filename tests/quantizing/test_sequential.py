@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from common import assert_same_planes, gaussian
+from killed_runs import ended
 from llm_models import Small, write_model
 
 import billfish as bf
@@ -145,6 +148,20 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(model, monkeypatch):
     assert {path.name for path in model.parent.iterdir()} == {"model.gguf", "text.txt", "whole.gguf", "cut.gguf"}
     bf.quantize_checkpoint(model, model.parent / "plain.gguf", "q4_0", **{**settings, "sequential": False})
     assert (model.parent / "plain.gguf").read_bytes() != whole.read_bytes()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals as POSIX has them")
+@pytest.mark.promise("files", "GPTQ in order, killed in a layer, goes on with that layer")
+def test_killed_in_a_layer_the_next_run_goes_on_with_it_to_the_same_bytes(model):
+    """SIGKILL in the middle of the second layer, and of the last one: each is run again, and none before it."""
+    bf.quantize_checkpoint(
+        model, model.parent / "whole.gguf", "q4_0", method="gptq", calibrate=model.parent / "text.txt", progress=False
+    )
+    runs = ended("in_order", model.parent, [(1, 7), (3, 12)])
+    assert [status for status, _ in runs] == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    assert [sorted({*layers}) for _, layers in runs] == [[0, 1], [1, 2, 3], [3]]
+    assert (model.parent / "cut.gguf").read_bytes() == (model.parent / "whole.gguf").read_bytes()
+    assert {path.name for path in model.parent.iterdir()} == {"model.gguf", "text.txt", "whole.gguf", "cut.gguf"}
 
 
 def test_states_that_were_cleared_are_computed_again(model):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from cases import first
+from killed_runs import ended
 from llm_architectures import write_model as write_folder
 from llm_models import Small, write_model
 
@@ -140,6 +143,20 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(model, monkeypatch):
 def test_a_device_that_torch_does_not_have_is_refused(model, device, error):
     with pytest.raises(bf.BillfishError, match=error):
         bf.tune_checkpoint(model, model.parent / "out.gguf", **settings(model, device=device))
+
+
+@pytest.mark.full  # it imports torch again; the test before it stops runs in this process
+@pytest.mark.skipif(sys.platform == "win32", reason="signals as POSIX has them")
+@pytest.mark.promise("files", "tune, killed in a step, goes on with that step")
+def test_killed_in_a_step_the_next_run_goes_on_with_it_to_the_same_bytes(model):
+    """SIGKILL in the second step and in the last one, with progress saved after each."""
+    quantized, whole, cut = (model.parent / f"{name}.gguf" for name in ("quantized", "whole", "cut"))
+    bf.quantize_checkpoint(model, quantized, "q4_0", progress=False)
+    runs = ended("tuned", model.parent, [(1, 1), (3, 1)])
+    assert runs == [[-signal.SIGKILL, [0, 1]], [-signal.SIGKILL, [1, 2, 3]], [0, [3]]]
+    bf.tune_checkpoint(quantized, whole, **settings(model, epochs=1))
+    assert cut.read_bytes() == whole.read_bytes()
+    assert not list(model.parent.glob("*.partial*"))
 
 
 @pytest.mark.parametrize("changed", ["model", "kept"])

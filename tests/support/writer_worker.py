@@ -43,10 +43,10 @@ JOBS: dict[tuple[str, str], Callable[[Path, Path, Any], object]] = {
 }
 
 
-def ask(*arguments: object) -> Any:
-    """What the worker prints, run with these arguments."""
+def ask(*arguments: object, script: str = __file__) -> Any:
+    """What the worker, or another script, prints, run with these arguments."""
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, *map(str, arguments)]
+    command = [sys.executable, script, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
