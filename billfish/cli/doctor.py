@@ -29,8 +29,8 @@ from billfish.ops.quantization import quantize
 
 SHAPE, ROWS = (96, 256), (1, 4, 20)  # of the matmuls that every backend is asked for
 TIMED, TIMED_ROWS, ROUNDS = (4096, 4096), (1, 8, 512), 5
-OUT_OF_CACHE = 2**28  # bytes of weights that are read in turn: no Apple GPU has a cache as large
-MLX_FORMATS = {  # and what MLX has of as many bits: mode, group size, bits of a code
+OUT_OF_CACHE = 2**28  # bytes of weights to read in turn: more than the cache of any Apple GPU
+MLX_FORMATS = {  # MLX's nearest format in bits per weight: mode, group size, bits of a code
     "q4_0": ("affine", 64, 4),
     "q4_k": ("affine", 64, 4),
     "fp4": ("affine", 64, 4),
@@ -39,7 +39,7 @@ MLX_FORMATS = {  # and what MLX has of as many bits: mode, group size, bits of a
     "q8_0": ("affine", 64, 8),
     "mxfp8": ("mxfp8", 32, 8),
 }
-LIMIT = 1e-2  # of the largest logit: numbers between matmuls are float16
+LIMIT = 1e-2  # allowed error, relative to the largest logit: activations are float16
 COLUMNS = ("backend", "kernel", "format", "type", "rows", "error", "allowed", "verdict")  # of a table of matmuls
 PROMPT, ANSWER = "What is the capital of France?", 16
 # Backends that are not asked unless they are named: the reference is the judge, and the emulator is slow.
@@ -150,7 +150,7 @@ def _multiplier(name: str) -> Callable[[NDArray[Any], QuantizedTensor], NDArray[
 
 
 def times(name: str) -> Iterator[dict[str, Any]]:
-    """Our matmuls on an Apple GPU beside MLX's of as many bits a weight: the best of several, in microseconds."""
+    """Time our matmuls on an Apple GPU beside MLX's with about as many bits per weight, in microseconds."""
     import mlx.core as mx
 
     (n, k), kernels = TIMED, metal_checks.device_of(name).kernels
@@ -179,7 +179,7 @@ def _multiply_planes(x: Any, how: dict[str, Any], planes: Sequence[Any]) -> Any:
 
 
 def _best(multiply: Callable[[Any], Any], copies: Sequence[Any]) -> float:
-    """Microseconds of a call, each of which has weights of its own; all are evaluated at once."""
+    """Microseconds per call, the best of ROUNDS. Each call has its own copy of the weights; all run at once."""
     import mlx.core as mx
 
     best = np.inf
@@ -191,8 +191,8 @@ def _best(multiply: Callable[[Any], Any], copies: Sequence[Any]) -> float:
 
 
 def answers(path: str, names: list[str]) -> Iterator[dict[str, Any]]:
-    """Logits and an answer of a model on each device, beside the CPU's exact ones. Each token has to be the best behind
-    those before it, up to near ties."""
+    """Compare logits and an answer of a model on each device with the CPU's exact logits. Each token has to be top-1
+    after those before it, up to near ties."""
     from billfish.llm.model import load
 
     devices = ["cpu", *(name for name in names if name in ("cuda", "metal", "metal-emulator"))]

@@ -367,7 +367,7 @@ class Chat:
         self._cache = model.cache()
 
     def talk(self) -> None:
-        with contextlib.suppress(ImportError):  # a Python for Windows has none, whose terminals edit lines themselves
+        with contextlib.suppress(ImportError):  # Python on Windows has none; its terminal edits lines
             importlib.import_module("readline")  # input() then has history and editing
         print(f"{self._model.config.name}. Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists the commands.")
         while True:

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]  # a checkout, or where packages are installed
 
 
 def how_to_install(extra: str) -> str:
-    """The command that brings what a part of billfish needs.
+    """The command that installs the packages of an extra.
 
-    billfish is on no index. From a wheel, pip has it already, and so looks only for the packages of the extra.
+    billfish is not on PyPI. Where it came from a wheel, pip finds it installed and gets only the extra's packages.
     """
     if (ROOT / "pyproject.toml").is_file():
         return f"pip install '.[{extra}]' in a checkout of billfish"

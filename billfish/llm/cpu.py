@@ -86,7 +86,7 @@ class CpuDecoder(Decoder):
         self._token_types = tables[encoder.token_types] if encoder and encoder.token_types else None
         if encoder:
             self.chunk = self.config.context  # a text is read at once
-        self._drafts = False  # whether answers were drafted
+        self._drafts = False  # whether `begin_drafting` was called
 
     def pack(self, under_way: Callable[[], object]) -> None:
         tensors = self.tensors
@@ -366,14 +366,14 @@ class CpuDecoder(Decoder):
         return out
 
     def rows_alike(self, activations: Activations | None) -> int:
-        """With integer activations, any number of rows have the bits of a single row. In exact mode, up to FEW_ROWS
-        have, and kernels of an expert depend on how many rows choose it."""
+        """With integer activations, a row has the same bits in any batch. In exact mode it has them in batches of up to
+        FEW_ROWS rows; kernels of an expert depend on how many rows choose it."""
         if activations != "exact":
             return MOST_DRAFTED + 1
         return 1 if self.config.has_experts else int(_cpu.FEW_ROWS)
 
     def begin_drafting(self) -> None:
-        """Greedy decoding takes logits of q16 from now on, with drafts and without: see `_logits_for`."""
+        """From now on, greedy decoding multiplies the LM head with int16 activations: see `_logits_for`."""
         self._drafts = True
 
     def logits_alike(self, hidden: Floats, activations: Activations | None) -> Floats:
@@ -383,9 +383,9 @@ class CpuDecoder(Decoder):
         return np.concatenate([self.logits(part, activations) for part in parts])
 
     def _logits_for(self, samplers: Sequence[Sampler], hidden: Floats, activations: Activations | None) -> Floats:
-        """Each row with the bits that it has alone; or, where all samplers take the best token, with that token's. More
-        than two rows do not wait for memory: the best token is found with 8 bits, and settled with 16. That it is the
-        best one of q16 has no proof (decoder/screen.h), so a model that drafts does without."""
+        """Logits with the bits that each row has alone. Greedy decoding of more than two rows is not bound by memory:
+        int8 pre-selection finds candidates, and int16 re-scoring decides. That their best token is the one of q16 has
+        no proof (decoder/screen.h), so this is off after `begin_drafting`."""
         greedy = activations != "exact" and all(sampler.takes_best for sampler in samplers)
         if greedy and len(hidden) > 2 and not self._drafts:
             return self._scores(hidden, _cpu.BEST_OF_16)

@@ -46,7 +46,7 @@ from billfish.llm.model_weights import CALL, ModelTensors
 from billfish.llm.sampler import NextToken, Sampler
 
 TOGETHER = 512  # sequences that are in one step, at most
-FP8_CAPABILITY = 8, 9  # from which on GPUs convert E4M3
+FP8_CAPABILITY = 8, 9  # compute capability from which on GPUs convert E4M3
 EIGHT_BITS = ("fp8", "q8")  # x in products of prompts, where matrices have formats that can; Hopper's
 CHUNK, FEW_CHUNK = 2048, 64  # rows of a prompt at once; on GPUs that are not Hopper the kernels take no more than 64
 
@@ -165,16 +165,16 @@ class CudaDecoder(Decoder):
         self.lock = RLock()  # the stream and the memory of steps are for one call at a time
         self._ahead: Ahead | None = None
         self._late: weakref.ref[CudaPending] | None = None  # whose last step has late rows that are not sampled
-        self._drafts = False  # whether answers were drafted
+        self._drafts = False  # whether `begin_drafting` was called
 
     def set_cache_type(self, cache_type: CacheType) -> None:
-        """Raises for a GPU that cannot convert E4M3, and for a decoder whose pages are laid out."""
+        """Set the type of the KV cache. Raises for a GPU that cannot convert E4M3, and once the weights are packed."""
         if cache_type == "fp8" and self._gpu.capability < FP8_CAPABILITY:
             major, minor = self._gpu.capability
             expected = f"'float16' on {self._gpu.name}: fp8 needs compute capability 8.9, this GPU has {major}.{minor}"
             raise DataError(bad_argument(CALL, "cache_type", repr(cache_type), expected))
         if cache_type != self.cache_type and hasattr(self, "_pool"):
-            problem = f"the KV cache of this model is {self.cache_type} already"
+            problem = f"the KV cache of this model was allocated as {self.cache_type} already"
             raise ModelError(failure(CALL, problem, f"Load it with cache_type={cache_type!r}."))
         super().set_cache_type(cache_type)
 
@@ -358,7 +358,7 @@ class CudaDecoder(Decoder):
         return MOST_DRAFTED + 1
 
     def begin_drafting(self) -> None:
-        """All steps are batch-invariant from now on, those without drafts too, so that answers are equal."""
+        """From now on, all steps are batch-invariant, also those without drafts, so that answers are equal."""
         self._drafts = True
 
     def warm(self, sequences: int, activations: Activations | None) -> None:

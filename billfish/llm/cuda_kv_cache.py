@@ -18,8 +18,8 @@ from billfish.llm.cuda_states import SequenceStates, StatePool
 from billfish.llm.kv_cache import Cache, NoRoom, PageCounts, PagedMemory
 from billfish.models.description import Model
 
-SLAB_BYTES = 1 << 26  # that are allocated at once, at least,
-SLAB_SHARE = 16  # and as much as there is already, up to this part of what is left
+SLAB_BYTES = 1 << 26  # least memory to allocate at once
+SLAB_SHARE = 16  # a pool grows by its own size, at most by 1 / SLAB_SHARE of the memory that is left
 LEFT_BYTES, LEFT_SHARE = 1 << 30, 10  # of free memory, for steps: so many bytes, or a tenth, but at most half of it
 KEPT_PAGES = 4  # before a window, so that a sequence can be cut back a little
 

@@ -200,7 +200,7 @@ class LayerSteps(CudaSteps):
             self._layers.run_from(self._stream.pointer, self.memory, batch, self._entering)
 
     def _seen(self, weights: object, x: int, rows: int, routed: RoutedRows | None) -> None:
-        """Rows that fill up a step are nobody's. They come last, also of an expert."""
+        """Report rows to the observer, without the step's padding, which comes last, also among an expert's rows."""
         number, real = self._numbers.get(id(weights)), len(self._entering)
         if self._observe is None or number is None:
             return
@@ -226,8 +226,8 @@ class LayerSteps(CudaSteps):
 
 
 def numbers_of(block: DeviceBlock) -> dict[int, int]:
-    """Which LayerInput of the CPU's decoder weights multiply, by their id. A router is left out where the shared expert
-    multiplies the same."""
+    """The LayerInput (of the CPU's decoder) that each matrix multiplies, by the id of its weights. A router is left out
+    where the shared expert multiplies the same input."""
     part, found = block.feed_forward, dict[int, Sequence[object]]()
     *first, output = block.mixer.matrices
     mixture = part.mixture if isinstance(part, DeviceDenseAndMixture) else part
@@ -291,7 +291,7 @@ class CudaSums:
 
 
 class CudaExpertSums:
-    """The same of each expert's x. Of experts that no rows come for, nothing is on the GPU."""
+    """The same for the inputs of each expert. Experts that no token chose take no GPU memory."""
 
     def __init__(self, experts: int, k: int, outer: bool, made: Callable[[], CudaSums]) -> None:
         self._experts, self._k, self._outer, self._made = experts, k, outer, made

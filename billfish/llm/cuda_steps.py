@@ -107,7 +107,7 @@ class TableRow:
 
 
 class Change(NamedTuple):
-    """Pages of a sequence, of which the device does not know those from number `first` on."""
+    """The pages of a sequence. The device does not know those from index `first` on."""
 
     row: TableRow
     table: int
@@ -389,8 +389,8 @@ class CudaSteps:
     def _stage(
         self, batch: Batch, fed: Sequence[Fed]
     ) -> tuple[Staging, dict[str, NDArray[Any]], list[int], list[Change]]:
-        """Memory to send the step from, its parts, the slots of the sequences, and pages that the device does not
-        know."""
+        """Pinned memory for the inputs of the step, views of its parts, the slots of the sequences, and the pages that
+        the device does not know."""
         rows, changes = [self._row_of(each.cache) for each in fed], list[Change]()
         caches: list[CudaCache | Scratch] = [*(each.cache for each in fed), self._scratch]
         for row, cache in zip((*rows, self._scratch_row), caches, strict=True):
@@ -484,7 +484,7 @@ class CudaSteps:
         return places
 
     def _send(self, staging: Staging, batch: Batch, changes: Sequence[Change]) -> None:
-        """New pages, and one copy of the inputs. Kernels of the step start behind that copy, and read both at once."""
+        """Send new pages, then the inputs in one copy. Kernels of the step start after that copy."""
         nbytes, stream = input_layout(batch)[1], self._stream.pointer
         memory = staging.take(nbytes)
         if changes:
@@ -494,8 +494,8 @@ class CudaSteps:
         staging.sent.record(stream)
 
     def _send_pages(self, memory: Pinned, start: int, changes: Sequence[Change]) -> None:
-        """Pages of all sequences that are new: one copy and one launch for up to MOST_NEW_PAGES. start: where memory is
-        free."""
+        """Send the new pages of all sequences: one copy and one launch for up to MOST_NEW_PAGES. start: the first free
+        byte of `memory`."""
         step, stream, size = self.memory, self._stream.pointer, NEW_PAGE.itemsize
         new = list[tuple[int, int]]()
         for row, table, first, pages in changes:

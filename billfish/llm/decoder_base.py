@@ -211,8 +211,8 @@ class Decoder(ABC):
         """How many rows of a sequence a pass may have so that each gets the bits that it gets alone."""
         return 1
 
-    def begin_drafting(self) -> None:  # noqa: B027  # most compute rows alike anyway
-        """Called before the first draft. From now on, `rows_alike` rows get the bits that each gets alone."""
+    def begin_drafting(self) -> None:  # noqa: B027  # most need nothing
+        """Prepare for drafts: from now on, each of up to `rows_alike` rows gets the bits that it gets alone."""
 
     def scores(
         self, passages: Sequence[Passage], wanted: Sequence[int], activations: Activations | None

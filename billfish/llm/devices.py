@@ -94,7 +94,7 @@ def why_not_layers(model: Model, device: str) -> str:
         return "mixtures of experts"
     sizes = [part.size if isinstance(part, Mixture) else part.mixture.size for part in parts]
     odd = next((size for size in sizes if size % 8), None)
-    return "" if odd is None else f"experts of {odd} numbers, which is no multiple of 8"
+    return "" if odd is None else f"experts with an intermediate size of {odd}, which is not a multiple of 8"
 
 
 def chosen_device(device: str) -> str:

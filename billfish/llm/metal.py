@@ -48,9 +48,9 @@ class MetalDecoder(Decoder):
         backend = BACKENDS[device]
         assert isinstance(backend, (MetalBackend, EmulatorBackend))
         self.device, self._backend, self._lock = device, backend, RLock()
-        # MLX computes a graph on the thread that described it; but on this stream on any, one at a time.
+        # MLX evaluates a graph on the thread that built it. On this stream any thread may, one at a time.
         self._stream = mx.new_thread_unsafe_stream(mx.default_device())
-        self._drafts = False  # whether answers were drafted
+        self._drafts = False  # whether `begin_drafting` was called
 
     def pack(self, under_way: Callable[[], object]) -> None:
         under_way()
@@ -132,7 +132,7 @@ class MetalDecoder(Decoder):
         return MATVEC_ROWS if alone and self._parts.packer.all_packed else 1
 
     def begin_drafting(self) -> None:
-        """Sampled tokens are chosen on the host from now on, in float64, as those of drafted rows are."""
+        """From now on, sample on the host, in float64, as for drafted rows. Greedy decoding stays on the GPU."""
         self._drafts = True
 
     def scores(

@@ -91,7 +91,7 @@ class MetalCache(Cache):
         self.tokens.clear()
         self.keys: dict[int, KeysAndValues] = {}
         for layer, mixer in self._attention.items():
-            empty = np.zeros((2, mixer.kv_heads, 0, mixer.head_size), self.type)  # mx.zeros belongs to this thread
+            empty = np.zeros((2, mixer.kv_heads, 0, mixer.head_size), self.type)  # mx.zeros is bound to this thread
             self.keys[layer] = KeysAndValues(mx.array(empty))
         self.states: States = {}  # none: zeros
         self.position = 0  # behind which the states are

@@ -61,7 +61,7 @@ class Joined:
         return _side_by_side([part(x) for part in self.parts])
 
     def with_last_apart(self, x: mx.array) -> tuple[mx.array, mx.array | None]:
-        """All y, side by side; of the last matrix apart, where its format is another than its neighbour's."""
+        """All outputs side by side, and the last one apart if its matrix has another format than its neighbour."""
         *made, last = [part(x) for part in self.parts]
         if made and last.shape[-1] == self.sizes[-1]:
             return _side_by_side(made), last
@@ -120,7 +120,7 @@ class MetalPacker:
     def __init__(self, tensors: ModelTensors, kernels: Kernels) -> None:
         self._tensors, self._kernels = tensors, kernels
         self.nbytes = 0
-        self.all_packed = True  # no product is MLX's, but for those of experts
+        self.all_packed = True  # every matrix is quantized, except those of experts
 
     def linear(self, matrix: Matrix) -> Linear:
         return self._linear([matrix], [self._tensors.matrix(matrix)])

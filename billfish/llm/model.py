@@ -174,9 +174,10 @@ class Model(TextModel):
         draft: "ngram" drafts tokens that followed the last ones before, in the prompt or the answer; a smaller
         :class:`Model` with the same vocabulary drafts with its own answer; "mtp" drafts by the MTP block of files that
         have one (Qwen 3.5 to 3.8). The answer is the same, to the bit, and may come sooner; `drafts` of the answer
-        counts. On NVIDIA GPUs bits are the same where `BACKENDS["cuda"].batch_invariant` is True. docs/drafting.md says
+        counts. On NVIDIA GPUs all steps are batch-invariant from the first call with a draft on. docs/drafting.md says
         which models cannot draft on which device. None: one token a step.
-        draft_length: tokens of a draft, at most (1 to 7); None is 7. As many are drafted as were measured to pay.
+        draft_length: tokens of a draft, at most (1 to 7). None is 7, or 6 with exact activations on the CPU. As many
+        are drafted as were measured to pay.
         activations: as in :func:`billfish.quantized_linear`. None is "q16" on the CPU and float16 on a GPU. On a Hopper
         GPU, "fp8" and "q8" round the activations of the prompt to 8 bits.
         raw: continue a text prompt as it is, without the chat template.
@@ -573,7 +574,7 @@ class Model(TextModel):
             problem = f"drafting is not supported for {self.config.architecture} on {self.decoder.device}{how}"
             cure = "or use activations 'q16' or 'q8'"
             if self.decoder.device.startswith("metal"):
-                cure = "or take a dense model with every matrix quantized, LM head too (Q4_K_M files)"
+                cure = "or load a dense model whose matrices are all quantized, LM head included (such as Q4_K_M files)"
             raise DataError(failure(call, problem, f"Leave draft out, {cure}."))
         if isinstance(draft, Model):
             check_vocabulary(call, self.tokenizer, draft.tokenizer)
@@ -827,8 +828,8 @@ def load(
     method, statistics: how these are quantized, as in :func:`billfish.quantize_checkpoint`.
     convert: a function instead of `quantize`. It is called with GGUF's name and the tensor of everything in the file,
     and returns what to use.
-    cache_type: of the KV cache: "float32"; "float16" in half the memory; on the CPU "int8" in a quarter of it; or on
-    an NVIDIA GPU "fp8" (E4M3), likewise. None is float32 on the CPU and float16 on a GPU.
+    cache_type: of the KV cache: "float32"; "float16", half the memory; "int8" on the CPU or "fp8" (E4M3) on an NVIDIA
+    GPU, about a quarter. None is float32 on the CPU and float16 on a GPU.
     progress: as in :func:`billfish.convert`; a bar is drawn for loads that take long.
 
     Returns a Model. Raises ModelError for a model that cannot be run, CheckpointError for a file that cannot be read,

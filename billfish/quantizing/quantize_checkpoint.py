@@ -74,10 +74,10 @@ def quantize_checkpoint(
     calibrate: a text to run through the model for such statistics, or True for one that the package carries; see
     :func:`billfish.calibrate_checkpoint`. "gptq" needs X^T X: of statistics that have it, or it is calibrated with
     that text.
-    sequential: whether "gptq" quantizes matrix after matrix, each with the inputs that it gets from those before, and
-    makes up for their errors. None: yes, unless there are `statistics`. It is an error if the disk has no room for
-    twice X^T X; False takes half as much. Models whose layers share keys and values, and encoders, are calibrated as
-    with False.
+    sequential: whether "gptq" quantizes matrix after matrix, each with the inputs that the quantized ones before it
+    give, to compensate their errors. None is True unless there are `statistics`. True needs disk space for twice X^T X,
+    False for half of that; less is an error. Models whose layers share a KV cache, and encoders, are calibrated as with
+    False.
     device: where the model runs for `calibrate`: "cpu", "cuda", "cuda:N", "metal", or "auto", the first GPU or the CPU.
     "gptq" runs on a "cuda" that is named, if torch is there, else on the CPU.
 

@@ -121,7 +121,7 @@ def tune_checkpoint(
 
 
 def _checked_device(device: str) -> torch.device:
-    """torch's device of the words. Raises for other words, and where torch does not see the GPU."""
+    """The torch device of `device`. Raises for another name, and for a GPU that torch does not see."""
     try:
         import torch
     except ImportError:

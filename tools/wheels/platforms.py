@@ -78,7 +78,7 @@ class Python:
         return f".abi3{platform.suffix}" if self.stable and platform.system != "Windows" else platform.suffix
 
 
-# The interpreters that the wheels of a platform name: together they serve 3.10 and all later Pythons.
+# The Python tags of a platform's wheels, which together serve Python 3.10 and later.
 PYTHON_TAGS = ("cp310", "cp311", "cp312")
 
 ASK = "import json, sys, sysconfig; print(json.dumps([sys.version_info[:2], sysconfig.get_path('include')]))"
@@ -110,7 +110,7 @@ def find_pythons(given: Sequence[str] = ()) -> list[Python]:
 def choose_pythons(given: Sequence[str] = (), wanted: Sequence[str] = ()) -> list[Python]:
     """One Python for each wheel of `wanted`: by default all of PYTHON_TAGS, or those that `given` serves.
 
-    SystemExit names what is missing: a set of wheels is smaller only where somebody asked for that.
+    Raises SystemExit, naming what is missing: only an explicit choice makes the set of wheels smaller.
     """
     found = {python.tags[0]: python for python in find_pythons(given)}
     tags = wanted or (given and [*found]) or PYTHON_TAGS

@@ -37,7 +37,7 @@ class PagePlace:
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Of a layer's attention. fp8: keys and values in the KV cache are E4M3 with scales, not 16 bits."""
+    """Sizes of a layer's attention. fp8: the KV cache holds E4M3 codes with scales instead of float16."""
 
     heads: int
     kv_heads: int

@@ -193,7 +193,7 @@ class DeviceDecoder:
             self._launcher.launch(stream, "cap", {}, grid, CAP_THREADS, logits, self.vocabulary, float(self.logit_cap))
 
     def set_pages(self, stream: int, step: StepMemory, count: int) -> None:
-        """Put so many of `new_pages` into the tables of pages."""
+        """Write the first `count` entries of `new_pages` into the page tables."""
         pointers, grid = (step.at("new_pages"), step.at("pages")), (-(-count // PAGE_THREADS),)
         self._launcher.launch(stream, "set_pages", {}, grid, PAGE_THREADS, *pointers, count)
 

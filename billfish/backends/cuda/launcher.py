@@ -55,14 +55,14 @@ class FoldedNorms:
 
 
 class RoutedRows(NamedTuple):
-    """Rows in the order of experts: of each the expert and the token, int32 [rows]."""
+    """Rows grouped by expert: the expert and the token of each row, int32 [rows]."""
 
     experts: NDArray[np.int32]
     tokens: NDArray[np.int32]
 
 
 UNFOLDED = FoldedNorms()
-# Gets what multiplies x, the first where they are several; the address of x; its rows; and where these are routed, how.
+# Gets the weights that multiply x (the first, if there are several), the address of x, its rows and their routing.
 Observe = Callable[[object, int, int, RoutedRows | None], object]
 
 
@@ -106,11 +106,11 @@ class Launcher:
 
     @property
     def observed(self) -> bool:
-        """Whether `tell` is heard."""
+        """Whether anybody observes what `tell` reports."""
         return self.observe is not None and self.heard is None
 
     def tell(self, weights: object, x: int, rows: int, routed: RoutedRows | None = None) -> None:
-        """Weights are about to multiply x [rows, k]."""
+        """Report that weights are about to multiply x [rows, k]."""
         if self.observe is not None and self.heard is None:
             self.observe(weights, x, rows, routed)
 

@@ -18,8 +18,8 @@ CHOICE = np.dtype(
     [("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("top_k", "i4"), ("slot", "i4"), ("unused", "i4"),
      ("random", "f8")]
 )  # fmt: skip
-NEW_PAGE = np.dtype([("place", "u8"), ("page", "u8")])  # an entry of the tables of pages, as set_pages.cu has it
-MOST_NEW_PAGES = 1 << 12  # that are sent together
+NEW_PAGE = np.dtype([("place", "u8"), ("page", "u8")])  # an entry of the page tables, as in set_pages.cu
+MOST_NEW_PAGES = 1 << 12  # entries in one copy and launch
 ALIGNED = 16  # bytes
 
 
@@ -155,7 +155,7 @@ class StepMemory:
         return self.at("pages") + 8 * self.page_place(table, sequence)
 
     def page_place(self, table: int, sequence: int) -> int:
-        """The number of a sequence's first entry in the tables of pages."""
+        """The index of a sequence's first entry in the page tables."""
         return (table * self.sequences + sequence) * self.pages_of_sequence
 
 

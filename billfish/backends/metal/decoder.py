@@ -87,7 +87,7 @@ class DecoderKernels:
 
     def rotate(self, qkv: Any, about: Heads, positions: Any, epsilon: float, v: Any = None) -> tuple[Any, Any]:
         """q, k and v [rows, all of them] -> q [heads, rows, size] and keys and values [2, KV heads, rows, size].
-        positions: int32 [rows]. v: [rows, v], if qkv is without it."""
+        positions: int32 [rows]. v: [rows, v], if qkv is without v."""
         rows, a = qkv.shape[0], about
         built = self._built(
             "rotate",

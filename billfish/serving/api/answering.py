@@ -32,7 +32,7 @@ from billfish.serving.ipc.client import Answers, EngineGone, SchemaError
 Result = TypeVar("Result")
 EVENTS, LINES = "text/event-stream; charset=utf-8", "application/x-ndjson"
 ENCODER = msgspec.json.Encoder()
-# Where str.splitlines, and with it httpx's iter_lines, ends a line, though JSON may hold these characters as they are.
+# str.splitlines, and so httpx's iter_lines, ends a line at these characters, which JSON may hold unescaped.
 LINE_ENDS = {line_end.encode(): f"\\u{ord(line_end):04x}".encode() for line_end in "\x85\u2028\u2029"}
 NO_TEXT = Piece("")
 
@@ -97,7 +97,7 @@ async def while_there(asking: Awaitable[Result], receive: Receive) -> Result:
 
 
 def encode(value: object) -> bytes:
-    """JSON that any client takes for a single line."""
+    """A value as JSON without any character that ends a line for `str.splitlines`."""
     data = ENCODER.encode(value)
     for line_end, escaped in LINE_ENDS.items():
         if line_end in data:
@@ -127,7 +127,7 @@ class Usage:
 
     @property
     def drafted(self) -> dict[str, int]:
-        """The last two, by OpenAI's names."""
+        """`accepted` and `rejected`, under OpenAI's names."""
         return {"accepted_prediction_tokens": self.accepted, "rejected_prediction_tokens": self.rejected}
 
 
