@@ -204,15 +204,19 @@ class Decoder(ABC):
         chosen = self.choose(passages, samplers, activations)
         return FinishedStep([[s.choice(token)] for token, s in zip(chosen, samplers, strict=True)])
 
-    def warm(self, sequences: int, activations: Activations | None) -> None:  # noqa: B027  # most need nothing
-        """Make ready whatever steps of up to so many sequences take, before somebody waits for them."""
+    def warm(  # noqa: B027  # most need nothing
+        self, sequences: int, activations: Activations | None, drafting: int = 0
+    ) -> None:
+        """Make ready whatever steps of up to so many sequences take, before somebody waits for them. drafting: the most
+        rows of a step after `begin_drafting`, if that may be called."""
 
     def rows_alike(self, activations: Activations | None) -> int:
         """How many rows of a sequence a pass may have so that each gets the bits that it gets alone."""
         return 1
 
     def begin_drafting(self) -> None:  # noqa: B027  # most need nothing
-        """Prepare for drafts: from now on, each of up to `rows_alike` rows gets the bits that it gets alone."""
+        """From now on, each of up to `rows_alike` rows gets the bits that it gets alone. Called before the first draft,
+        at the latest; steps may be slower from then on."""
 
     def scores(
         self, passages: Sequence[Passage], wanted: Sequence[int], activations: Activations | None
