@@ -959,6 +959,8 @@ TABLES: Mapping[str, Table] = {
     "draft-matrix-metal": Table("draft_matrix_metal.json", drafted_answers),
     "draft-matrix-h200": Table("draft_matrix_h200.json", drafted_answers),
     "draft-matrix-recurrent-h200": Table("draft_matrix_recurrent_h200.json", drafted_answers),
+    "draft-matrix-mtp-h200": Table("draft_matrix_mtp_h200.json", drafted_answers),
+    "draft-matrix-long-h200": Table("draft_matrix_long_h200.json", drafted_answers),
     "llm-h200-peers": Table("llm_cuda_h200.json", llm_gpu_peers),
     "llm-h200": Table("llm_cuda_h200.json", llm_gpu, "python -m benchmarks.llm_cuda --peers FILE --json FILE"),
     "llm-h200-prefill-fp8": Table("cuda_bytes_h200.json", prefill_fp8),

@@ -427,8 +427,8 @@ class CudaSteps:
         tokens[:count] = np.where(fed == PENDING, ~sequences[:count], fed)
         blocks[:] = 0, 0, scratch, 0
         decodes = blocks[: batch.decoding].T
-        decodes[0], decodes[1] = np.arange(batch.decoding), 1
-        decodes[2], decodes[3] = sequences[: batch.decoding], positions[: batch.decoding]
+        decodes[0], decodes[2] = np.arange(batch.decoding), sequences[: batch.decoding]
+        decodes[1, :count], decodes[3] = before[whose], positions[: batch.decoding]
         views["states"][:] = self._scratch.state
         if self._scratch.state:
             views["states"][:count] = [state for each in decoding for state in each.cache.row_states(len(each.tokens))]

@@ -97,7 +97,7 @@ def test_logits_over_an_fp8_cache_are_near_the_cpus(tmp_path, monkeypatch, name)
     text = [4 + token % 60 for token in TOKENS]
     expected, found = cpu.logits(text, activations="exact"), gpu.logits(text)
     errors = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
-    assert 1e-3 < np.median(errors) < 0.2  # random weights make attention sharp, so that steps of an eighth show
+    assert 1e-3 < np.median(errors) < 0.25  # random weights make attention sharp, so that steps of an eighth show
     monkeypatch.setattr(bf.BACKENDS["cuda"], "batch_invariant", True)
     prompts = [text[:n] for n in (5, 80, 1, 33, 64, 129)]
     together = gpu.generate_batch(prompts, max_tokens=8)

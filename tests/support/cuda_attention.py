@@ -98,8 +98,12 @@ class Attention:
         rows = sum(counts)
         blocks, row = [], 0
         for i, (start, count) in enumerate(zip(c.starts, counts, strict=True)):
-            step = 1 if i < decoding else s.query_block
-            blocks += [(row + j, min(step, count - j), i, start + j) for j in range(0, count, step)]
+            if i < decoding:
+                blocks.append((row, start, i, start))
+            else:
+                blocks += [
+                    (row + j, min(s.query_block, count - j), i, start + j) for j in range(0, count, s.query_block)
+                ]
             row += count
         self.batch = Batch(rows, decoding, prompts=len(c.lengths), blocks=len(blocks) - decoding)
         widths = [(1 + c.gated) * c.heads * c.size, c.kv_heads * c.size, c.kv_heads * c.size]

@@ -194,7 +194,7 @@ class FakeGpu(FakeDriver):
         self.later(lambda: self.compute(function, grid, values))
 
     def compute(self, function: int, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
-        source, _ = self._kernels[function]
+        source, macros = self._kernels[function]
         rows = grid[1]
         if source == "embed.cu":
             self._now = chosen_tokens(values[2], values[3], rows), numbers(values[4], rows).copy()
@@ -206,6 +206,11 @@ class FakeGpu(FakeDriver):
             for page in pages:
                 self._room(int(page), 1)
             self.fed.append([(int(t), int(p), int(page)) for t, p, page in zip(tokens, positions, pages, strict=True)])
+            self._written = list(zip(sequences.tolist(), positions.tolist(), strict=True))
+        elif source == "attend.cu" and macros["FEW"] == "1":
+            for _, before, sequence, position in numbers(values[1], 4 * grid[2]).reshape(-1, 4).tolist():
+                # Keys before that one are read while rotate.cu may still write those of this step.
+                assert before <= min(at for whose, at in self._written if whose == sequence) <= position
         elif source == "normalize.cu" and values[3]:
             self._scored = numbers(values[3], grid[0]).copy()
         elif source == "set_pages.cu":

@@ -275,9 +275,11 @@ class NumpyGpu(MixtureKernels, RecurrentKernels, FakeGpu):
     ) -> None:  # fmt: skip
         head, gate, group = (int(macros[name]) for name in ("HEAD", "OUTPUT_GATE", "GROUP"))
         assert group * kv_heads == heads
-        found = view(blocks, np.int32, grid[2] if macros["FEW"] == "1" else grid[0], 4)
-        assert found[:, 1].max() <= (1 if macros["FEW"] == "1" else int(macros["WARPS"]) * 16 // group)
-        places = [(b[0] + i, b[2], b[3] + i) for b in found.tolist() for i in range(b[1])]
+        few = macros["FEW"] == "1"
+        found = view(blocks, np.int32, grid[2] if few else grid[0], 4)
+        if not few:
+            assert found[:, 1].max() <= int(macros["WARPS"]) * 16 // group
+        places = [(b[0] + i, b[2], b[3] + i) for b in found.tolist() for i in range(1 if few else b[1])]
         for row, text, position in places:
             first = max(0, position + 1 - window) if macros["WINDOWED"] == "1" else 0
             table = view(pages + 8 * text * pages_of_text, np.uint64, pages_of_text)

@@ -252,7 +252,8 @@ struct Found {
 };
 
 // q: rows of queries, `q_stride` numbers apart, as marlin_rotate left them. blocks [gridDim.x]: the first row of a block of queries, how many positions it has, its
-// row in `pages` and its first position; FEW: blocks [gridDim.z], of one position. A block without positions fills up the grid. sinks [heads]: a score
+// row in `pages` and its first position; FEW: blocks [gridDim.z], of one position, and instead of how many they are, the sequence's first position of this step: a
+// draft has several, of which earlier ones may lie in an earlier page. A block without positions fills up the grid. sinks [heads]: a score
 // beside those of keys, without a value; or null.
 // out [m, heads * HEAD].
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
@@ -280,8 +281,8 @@ marlin_attend(const u16* __restrict__ q, const int4* __restrict__ blocks, const 
   // Tiles from the window of the first position on.
   const int length = first_position + count, first_tile = WINDOWED ? max(0, first_position + 1 - window) / PAGE : 0;
   const int all = (length + PAGE - 1) / PAGE - first_tile, mine = (all - part + parts - 1) / parts;
-  // Tiles before that of the one new position were there before the previous kernel began. Of a passage it may write any.
-  const int old_tiles = FEW ? first_position / PAGE : 0;
+  // Tiles before that of the sequence's first new position were there before the previous kernel began. Of a passage it may write any.
+  const int old_tiles = FEW ? block.y / PAGE : 0;
   auto tile_of = [&](int i) { return first_tile + part + i * parts; };
   auto fetch = [&](int i, bool old) {
     if (i < mine && (tile_of(i) < old_tiles) == old) tiles.fetch(tile_of(i), i % STAGES);

@@ -63,8 +63,8 @@ class Run:
         self.step: StepMemory = step_for(part.memory, rows, hidden)
         self.stream = Stream(0)
         with current(0):
-            for name in part.memory(rows, 1):  # what is read must have been written before
-                check(driver().cuMemsetD8(self.step.at(name), 0xFF, max(16, part.memory(rows, 1)[name])), "clearing")
+            for name in part.memory(rows):  # what is read must have been written before
+                check(driver().cuMemsetD8(self.step.at(name), 0xFF, max(16, part.memory(rows)[name])), "clearing")
 
     def __call__(self, x: np.ndarray, hidden: np.ndarray | None = None) -> np.ndarray:
         """y of x, bits [rows, hidden]."""
