@@ -166,11 +166,14 @@ def answer_seconds(model: Model) -> float:
     return plain.generation_seconds / (len(plain.tokens) - 1)
 
 
-def replay(prompt: Sequence[int], tokens: Sequence[int], plain: float, seconds: Mapping[int, float]) -> float:
-    """How many times as fast as plain decoding an answer comes with n-gram drafts. plain: seconds of a step up to the
-    first draft. seconds: of later steps, by their rows."""
-    drafter, known, passed, begun = NgramDrafter(), list(prompt), 0.0, False
-    controller = Controller(MOST_DRAFTED, drafter.acceptance, watching=drafter.watched)
+def replay(
+    prompt: Sequence[int], tokens: Sequence[int], plain: float, before: float | None, seconds: Mapping[int, float]
+) -> float:
+    """How many times as fast as plain decoding an answer comes with n-gram drafts. plain: seconds of a plain step.
+    before: of a step up to the model's first draft; None if it has drafted already. seconds: of later steps, by their
+    rows."""
+    drafter, known, passed, begun = NgramDrafter(), list(prompt), 0.0, before is None
+    controller = Controller(MOST_DRAFTED, drafter.acceptance, watching=drafter.watched and not begun)
     whole, end = [*prompt, *tokens], len(prompt) + len(tokens)
 
     def take(chosen: Sequence[int]) -> None:
@@ -186,7 +189,7 @@ def replay(prompt: Sequence[int], tokens: Sequence[int], plain: float, seconds: 
         behind = whole[len(known) :]
         right = next((i for i, guess in enumerate(draft) if guess != behind[i]), len(draft))
         begun = begun or bool(draft)
-        step = seconds[1 + len(draft)] if begun else plain
+        step = seconds[1 + len(draft)] if begun or before is None else before
         controller.seconds.note(1 + len(draft), step)
         controller.note(len(draft), right, kind)
         passed += step
@@ -221,15 +224,18 @@ def steps_of_8b(device: str, rounds: int) -> dict[str, Any]:
 
 
 def replayed(model: Model, steps: Mapping[str, Any], activations: Activations | None) -> dict[str, dict[str, float]]:
-    """Of each workload, the gain that `replay` finds for the model's own answer, by the steps up to the first draft."""
+    """Of each workload, the gain that `replay` finds for the model's own answer: of a process's first one, and of later
+    ones beside plain answers of either kind of steps."""
     seconds = {int(rows): each for rows, each in steps["batch_invariant"]["device_seconds"].items()}
     texts = {
         name: (model.tokenize(workload.prompt), answer(model, name, None, activations).tokens)
         for name, workload in WORKLOADS.items()
     }
+    plain = {kind: steps[kind]["answer_seconds"] for kind in KINDS}
+    cases = {"first answer": ("fastest", plain["fastest"]), **{kind: (kind, None) for kind in KINDS}}
     return {
-        kind: {name: replay(*text, steps[kind]["answer_seconds"], seconds) for name, text in texts.items()}
-        for kind in KINDS
+        case: {name: replay(*text, plain[kind], before, seconds) for name, text in texts.items()}
+        for case, (kind, before) in cases.items()
     }
 
 

@@ -157,12 +157,14 @@ def drafting_steps(results: Results) -> str:
         seconds, ratios = (results["8b"][kind][what] for what in ("device_seconds", "of_one_row"))
         lines.append([name, *(f"{seconds[count] * 1e6:.0f} us ({ratios[count]:.3f})" for count in rows)])
     replayed = results["8b"]["replayed"]
-    gains = ", ".join(f"{name} {gain:.2f}" for name, gain in replayed["fastest"].items())
-    invariant = ", ".join(f"{gain:.2f}" for gain in replayed["batch_invariant"].values())
-    return (
-        f"{table(lines)}n-gram drafts, with the fastest steps up to the first draft, times plain in such steps: "
-        f"{gains}. With `batch_invariant` steps from the beginning, times plain in such steps: {invariant}.\n\n"
-    )
+    gains = [["n-gram drafts, times plain decoding", *replayed["fastest"]]]
+    said = {
+        "first answer": "a process's first answer; plain with the fastest steps",
+        "fastest": "later answers; plain with the fastest steps",
+        "batch_invariant": "later answers; plain with `batch_invariant` steps",
+    }
+    gains += [[name, *(f"{gain:.2f}" for gain in replayed[case].values())] for case, name in said.items()]
+    return f"{table(lines)}{table(gains)}"
 
 
 def drafted_answers(results: Results) -> str:

@@ -99,10 +99,9 @@ class Generation(Iterator[str]):
         self._drafter, self.drafts = drafter, DraftCounts()
         if drafter is not None:
             drafter.follow(self._cache)
-        most, kinds, watched = (
-            (0, (0.0,), False) if drafter is None else (drafter.most, drafter.acceptance, drafter.watched)
-        )
-        self._controller = Controller(min(most, decoder.rows_alike(activations) - 1), kinds, watching=watched)
+        most, kinds = (0, (0.0,)) if drafter is None else (drafter.most, drafter.acceptance)
+        watching = drafter is not None and drafter.watched and not decoder.drafting
+        self._controller = Controller(min(most, decoder.rows_alike(activations) - 1), kinds, watching=watching)
         self._pieces: list[str] = []
         self._read = 0  # pieces that were iterated over
         self._turn = threading.RLock()  # of threads, which may wait for the same answer

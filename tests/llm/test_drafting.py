@@ -289,6 +289,8 @@ def test_nothing_is_drafted_before_it_is_seen_to_pay(model_of, monkeypatch):
         assert drafted.drafts.steps == 59 - drafted.drafts.accepted
         assert (drafted.drafts.drafted > 0) == bool(begun)
     assert drafted.drafts.accepted == drafted.drafts.drafted > 40
+    again = model.generate(TOKENS[:9], draft="ngram", **repeated)  # the model drafts already, so nothing is watched
+    assert (again.tokens, again.drafts.steps < drafted.drafts.steps) == (drafted.tokens, True)
 
 
 def test_a_draft_model_is_not_watched(model_of):

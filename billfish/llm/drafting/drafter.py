@@ -21,8 +21,8 @@ class Drafter(ABC):
 
     acceptance: of each kind of draft, how often its tokens are taken to be right until that was measured.
     most: tokens of a draft.
-    watched: whether the controller watches a sequence before its first draft. That takes a look-up at each token, so
-    it is for drafters that cost next to nothing.
+    watched: whether answers are watched until the model's first draft. That takes a look-up at each token, so it is for
+    drafters that cost next to nothing.
     """
 
     acceptance: tuple[float, ...] = (0.8,)
@@ -105,8 +105,8 @@ class Controller:
     Where drafting does not pay it stops, and tries one token again now and then.
 
     seconds: what steps take; several sequences of one batch share it.
-    watching: whether nothing is drafted until `watch` finds that it would pay. From the first draft on, steps without
-    drafts may be slower, too (`Decoder.begin_drafting`), so a text without repetitions should have none.
+    watching: whether nothing is drafted until `watch` finds that it would pay. From a model's first draft on, steps
+    without drafts may be slower, too (`Decoder.begin_drafting`), so that texts without repetitions should not cause it.
     """
 
     FORGETTING = 0.1  # of an average, at each new number

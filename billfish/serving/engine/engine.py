@@ -145,7 +145,8 @@ class Engine:
         drafter = self._make_drafter() if request.draft else None
         if drafter is not None:
             most = min(drafter.most, self._decoder.rows_alike(self._activations) - 1)
-            controller = Controller(most, drafter.acceptance, self._step_seconds, watching=drafter.watched)
+            watching = drafter.watched and not self._decoder.drafting
+            controller = Controller(most, drafter.acceptance, self._step_seconds, watching=watching)
             more |= {"drafter": drafter, "controller": controller}
         self._put(Answer(request, on_token, ticket, ends, matcher, cuts, self._counts.times, **more))
         return ticket
