@@ -5,7 +5,8 @@ times llama.cpp with and without the n-gram drafts of llama-cpp-python, in the s
 
 With --device cuda it also times decode steps of a random model with the sizes of Llama-3-8B, by the rows that a
 sequence has in them, with CUDA events. A random model has no answers: how many drafts are right comes from SmolLM2, and
-is replayed with these times. --steps times these steps alone; --replay FILE replays with the steps of such a record.
+is replayed with these times: up to the first draft a step takes the time of a token of a plain answer, then that of a
+batch-invariant step. --steps times these steps alone; --replay FILE replays with the steps of such a record.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ WORKLOADS = {
     "free text": Workload("Once upon a time, in a small village at the edge of a dark forest, there lived"),
 }
 TOKENS, ROUNDS = 160, 5
+KINDS = "batch_invariant", "fastest"  # of steps on a GPU
 STEPS, CONTEXT = 16, 512  # that are timed together of each number of rows, each behind so many tokens
 
 
@@ -164,22 +166,35 @@ def answer_seconds(model: Model) -> float:
     return plain.generation_seconds / (len(plain.tokens) - 1)
 
 
-def replay(prompt: Sequence[int], tokens: Sequence[int], seconds: Mapping[int, float]) -> float:
-    """How many times as fast as plain decoding an answer comes with n-gram drafts, if steps take so long."""
-    drafter, known, passed = NgramDrafter(), [*prompt, tokens[0]], 0.0
-    controller, end = Controller(MOST_DRAFTED, drafter.acceptance), len(prompt) + len(tokens)
-    whole = [*prompt, *tokens]
+def replay(
+    prompt: Sequence[int], tokens: Sequence[int], plain: float, before: float | None, seconds: Mapping[int, float]
+) -> float:
+    """How many times as fast as plain decoding an answer comes with n-gram drafts. plain: seconds of a plain step.
+    before: of a step up to the model's first draft; None if it has drafted already. seconds: of later steps, by their
+    rows."""
+    drafter, known, passed, begun = NgramDrafter(), list(prompt), 0.0, before is None
+    controller = Controller(MOST_DRAFTED, drafter.acceptance, watching=drafter.watched and not begun)
+    whole, end = [*prompt, *tokens], len(prompt) + len(tokens)
+
+    def take(chosen: Sequence[int]) -> None:
+        for token in chosen:
+            controller.watch(drafter, known, token)
+            known.append(token)
+
+    take(tokens[:1])
     while len(known) < end:
         kind = drafter.kind(known)
         most = min(controller.length(kind), end - len(known) - 1)
         draft = drafter.draft(known, most) if most > 0 else []
         behind = whole[len(known) :]
         right = next((i for i, guess in enumerate(draft) if guess != behind[i]), len(draft))
-        controller.seconds.note(1 + len(draft), seconds[1 + len(draft)])
+        begun = begun or bool(draft)
+        step = seconds[1 + len(draft)] if begun or before is None else before
+        controller.seconds.note(1 + len(draft), step)
         controller.note(len(draft), right, kind)
-        passed += seconds[1 + len(draft)]
-        known += behind[: right + 1]
-    return (len(tokens) - 1) * seconds[0] / passed
+        passed += step
+        take(behind[: right + 1])
+    return (len(tokens) - 1) * plain / passed
 
 
 def random_8b(device: str) -> Model:
@@ -208,12 +223,19 @@ def steps_of_8b(device: str, rounds: int) -> dict[str, Any]:
     return found
 
 
-def replayed(model: Model, steps: Mapping[str, Any], activations: Activations | None) -> dict[str, float]:
-    """Of each workload, the gain that `replay` finds for the model's own answer."""
-    seconds = {0: steps["answer_seconds"], **{int(rows): each for rows, each in steps["device_seconds"].items()}}
-    return {
-        name: replay(model.tokenize(workload.prompt), answer(model, name, None, activations).tokens, seconds)
+def replayed(model: Model, steps: Mapping[str, Any], activations: Activations | None) -> dict[str, dict[str, float]]:
+    """Of each workload, the gain that `replay` finds for the model's own answer: of a process's first one, and of later
+    ones beside plain answers of either kind of steps."""
+    seconds = {int(rows): each for rows, each in steps["batch_invariant"]["device_seconds"].items()}
+    texts = {
+        name: (model.tokenize(workload.prompt), answer(model, name, None, activations).tokens)
         for name, workload in WORKLOADS.items()
+    }
+    plain = {kind: steps[kind]["answer_seconds"] for kind in KINDS}
+    cases = {"first answer": ("fastest", plain["fastest"]), **{kind: (kind, None) for kind in KINDS}}
+    return {
+        case: {name: replay(*text, plain[kind], before, seconds) for name, text in texts.items()}
+        for case, (kind, before) in cases.items()
     }
 
 
@@ -246,7 +268,7 @@ def measured(device: str, threads: int, rounds: int, only_steps: bool, with_peer
             for workload in WORKLOADS
         ]
         if device != "cpu":
-            more["8b"]["replayed"] = replayed(model, more["8b"]["batch_invariant"], None)
+            more["8b"]["replayed"] = replayed(model, more["8b"], None)
         about["kernels"] = model.decoder.kernels
     about |= {**machine.versions("numpy"), **machine.today()}
     return {"about": about, "records": found, **more}
@@ -271,7 +293,7 @@ def main() -> None:
     flags = parser.parse_args()
     if flags.replay is not None:
         results = json.loads(flags.replay.read_text())
-        results["8b"]["replayed"] = replayed(load(device="cpu"), results["8b"]["batch_invariant"], "exact")
+        results["8b"]["replayed"] = replayed(load(device="cpu"), results["8b"], "exact")
     else:
         results = measured(flags.device, flags.threads, flags.rounds, flags.steps, flags.peer)
     for record in results["records"]:
@@ -283,13 +305,14 @@ def main() -> None:
         print(f", ratio {record['ratio']:.2f}, {record['tokens_per_step']:.2f} tokens a step")
         for count, rate in record.get("llama.cpp_tok_per_s", {}).items():
             print(f"     llama.cpp, {count} drafted tokens: {rate:6.1f} tok/s")
-    for kind in ("batch_invariant", "fastest") if "8b" in results else ():
+    for kind in KINDS if "8b" in results else ():
         steps = results["8b"][kind]
         print(f"8B {kind}, a token without drafts {steps['answer_seconds'] * 1e6:.0f} us")
         for rows, seconds in steps["device_seconds"].items():
             print(f"8B {kind}, {rows} rows {seconds * 1e6:.0f} us, {steps['of_one_row'][rows]:.3f} of one row")
-    for workload, gain in results.get("8b", {}).get("replayed", {}).items():
-        print(f"8B, {workload}: {gain:.2f} times plain")
+    for kind, gains in results.get("8b", {}).get("replayed", {}).items():
+        for workload, gain in gains.items():
+            print(f"8B, {workload}: {gain:.2f} times plain ({kind})")
     records.write(flags.json, results)
 
 

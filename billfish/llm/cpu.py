@@ -86,7 +86,6 @@ class CpuDecoder(Decoder):
         self._token_types = tables[encoder.token_types] if encoder and encoder.token_types else None
         if encoder:
             self.chunk = self.config.context  # a text is read at once
-        self._drafts = False  # whether `begin_drafting` was called
 
     def pack(self, under_way: Callable[[], object]) -> None:
         tensors = self.tensors
@@ -372,10 +371,6 @@ class CpuDecoder(Decoder):
             return MOST_DRAFTED + 1
         return 1 if self.config.has_experts else int(_cpu.FEW_ROWS)
 
-    def begin_drafting(self) -> None:
-        """From now on, greedy decoding multiplies the LM head with int16 activations: see `_logits_for`."""
-        self._drafts = True
-
     def logits_alike(self, hidden: Floats, activations: Activations | None) -> Floats:
         if activations != "exact":
             return self.logits(hidden, activations)
@@ -387,7 +382,7 @@ class CpuDecoder(Decoder):
         int8 pre-selection finds candidates, and int16 re-scoring decides. That their best token is the one of q16 has
         no proof (decoder/screen.h), so this is off after `begin_drafting`."""
         greedy = activations != "exact" and all(sampler.takes_best for sampler in samplers)
-        if greedy and len(hidden) > 2 and not self._drafts:
+        if greedy and len(hidden) > 2 and not self.drafting:
             return self._scores(hidden, _cpu.BEST_OF_16)
         return self.logits_alike(hidden, activations)
 

@@ -165,7 +165,6 @@ class CudaDecoder(Decoder):
         self.lock = RLock()  # the stream and the memory of steps are for one call at a time
         self._ahead: Ahead | None = None
         self._late: weakref.ref[CudaPending] | None = None  # whose last step has late rows that are not sampled
-        self._drafts = False  # whether `begin_drafting` was called
 
     def set_cache_type(self, cache_type: CacheType) -> None:
         """Set the type of the KV cache. Raises for a GPU that cannot convert E4M3, and once the weights are packed."""
@@ -357,12 +356,13 @@ class CudaDecoder(Decoder):
         """A drafted token is a row of its own, as of a sequence that decodes."""
         return MOST_DRAFTED + 1
 
-    def begin_drafting(self) -> None:
-        """From now on, all steps are batch-invariant, also those without drafts, so that answers are equal."""
-        self._drafts = True
-
-    def warm(self, sequences: int, activations: Activations | None) -> None:
+    def warm(self, sequences: int, activations: Activations | None, drafting: int = 0) -> None:
         with self._working([]):
+            now = self._layers.batch_invariant
+            if drafting:  # first, as graphs are dropped when memory grows
+                self._layers.batch_invariant = True
+                self._steps.warm(min(drafting, self._together), activations or "exact")
+                self._layers.batch_invariant = now
             self._steps.warm(min(sequences, self._together), activations or "exact")
 
     def read(
@@ -425,7 +425,7 @@ class CudaDecoder(Decoder):
             self._finish_late()
             backend = BACKENDS["cuda"]
             assert isinstance(backend, CudaBackend)
-            self._layers.batch_invariant = self._drafts or bool(backend.batch_invariant)
+            self._layers.batch_invariant = self.drafting or bool(backend.batch_invariant)
             sequences = min(max(1, len(passages), rows), self._together)
             if sequences > self._steps.sequences:  # tokens that are chosen in the memory of now
                 for cache, tokens in passages:

@@ -546,8 +546,8 @@ class CudaSteps:
     def warm(self, sequences: int, activations: str) -> None:
         """Make ready what steps of up to so many sequences take: graphs of all sizes, and the kernels of prompts."""
         self.grow(sequences)
-        invariant = self._layers.batch_invariant
-        for size in [size for size in DECODE_SIZES if size <= self.sequences]:
+        sequences, invariant = padded(sequences), self._layers.batch_invariant
+        for size in [size for size in DECODE_SIZES if size <= sequences]:
             for long in (False, True)[: 1 + (size <= FEW_ENOUGH and not invariant)]:
                 batch = Batch(size, size, scored=size, long=long)
                 if (batch, activations, invariant) not in self._graphs:
@@ -559,8 +559,8 @@ class CudaSteps:
         rows = self.memory.rows
         batches = [Batch(count, 0, blocks=8, scored=1) for count in row_sizes(rows)]
         # Padded rows that decode and prompts that end are scored together: more rows than in any graph.
-        scored = {min(size, self.memory.scored, rows) for size in scored_sizes(self.sequences)}
-        batches += [Batch(rows, 0, blocks=8, scored=size) for size in sorted(scored) if size > self.sequences]
+        scored = {min(size, self.memory.scored, rows) for size in scored_sizes(sequences)}
+        batches += [Batch(rows, 0, blocks=8, scored=size) for size in sorted(scored) if size > sequences]
         if not self._scratch.state:  # a model without recurrent layers
             for batch in batches:
                 self._program((batch, activations, invariant))

@@ -100,7 +100,8 @@ class Generation(Iterator[str]):
         if drafter is not None:
             drafter.follow(self._cache)
         most, kinds = (0, (0.0,)) if drafter is None else (drafter.most, drafter.acceptance)
-        self._controller = Controller(min(most, decoder.rows_alike(activations) - 1), kinds)
+        watching = drafter is not None and drafter.watched and not decoder.drafting
+        self._controller = Controller(min(most, decoder.rows_alike(activations) - 1), kinds, watching=watching)
         self._pieces: list[str] = []
         self._read = 0  # pieces that were iterated over
         self._turn = threading.RLock()  # of threads, which may wait for the same answer
@@ -219,6 +220,7 @@ class Generation(Iterator[str]):
             if there < len(self._sequence) - 1:  # another answer took the cache
                 token, _ = self._decoder.go_on(cache, self._sequence, self._sampler, self._activations)
                 return [self._sampler.choice(token)], []
+            self._decoder.begin_drafting()
             passage = cache, self._sequence[-1:]
             step = self._decoder.submit([passage], [self._sampler], self._activations, [drafted])
             [chosen], [tried] = step.choices(), step.drafts
@@ -229,6 +231,8 @@ class Generation(Iterator[str]):
         if self._sampler.error:
             raise DataError(self._sampler.error)
         token = choice.token
+        if self._drafter is not None:
+            self._controller.watch(self._drafter, self._sequence, token)
         self.tokens.append(token)
         self._sequence.append(token)
         finished = "stop" if choice.complete else "length" if len(self.tokens) == self._most else ""

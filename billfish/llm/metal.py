@@ -50,7 +50,6 @@ class MetalDecoder(Decoder):
         self.device, self._backend, self._lock = device, backend, RLock()
         # MLX evaluates a graph on the thread that built it. On this stream any thread may, one at a time.
         self._stream = mx.new_thread_unsafe_stream(mx.default_device())
-        self._drafts = False  # whether `begin_drafting` was called
 
     def pack(self, under_way: Callable[[], object]) -> None:
         under_way()
@@ -104,7 +103,7 @@ class MetalDecoder(Decoder):
             if not samplers:
                 return []
             on_host = any(
-                sampler.needs_scores or sampler.how.min_p > 0 or (self._drafts and not sampler.takes_best)
+                sampler.needs_scores or sampler.how.min_p > 0 or (self.drafting and not sampler.takes_best)
                 for sampler in samplers
             )
             with _reset_by_errors(caches):
@@ -130,10 +129,6 @@ class MetalDecoder(Decoder):
         blocks = self.config.blocks
         alone = all(isinstance(block.mixer, Attention) and isinstance(block.feed_forward, Dense) for block in blocks)
         return MATVEC_ROWS if alone and self._parts.packer.all_packed else 1
-
-    def begin_drafting(self) -> None:
-        """From now on, sample on the host, in float64, as for drafted rows. Greedy decoding stays on the GPU."""
-        self._drafts = True
 
     def scores(
         self, passages: Sequence[Passage], wanted: Sequence[int], activations: Activations | None

@@ -339,7 +339,10 @@ def test_predictions_are_no_farther_from_float32_than_float16s_are(tmp_path):
 # ---- drafts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("numerics", "a drafted answer equals the plain one to the bit, alone and in a batch")
+@pytest.mark.promise(
+    "numerics",
+    "a drafted answer equals the plain one to the bit, alone and in a batch (on NVIDIA GPUs with `batch_invariant`)",
+)
 @pytest.mark.parametrize(
     ("name", "format"), [("llama3", "q4_0"), ("llama3", "q4_k"), ("gemma4", "q8_0"), ("gpt-oss", "mxfp4")]
 )

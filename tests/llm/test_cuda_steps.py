@@ -27,7 +27,7 @@ from billfish.backends.cuda import decoder, driver, step_memory
 from billfish.core.errors import BackendUnavailable
 from billfish.llm import Model, cuda, cuda_kv_cache, cuda_sampling, cuda_steps, load
 from billfish.llm.decoder_base import PENDING
-from billfish.llm.drafting.drafter import Controller, Drafter
+from billfish.llm.drafting.drafter import Controller, Drafter, StepSeconds
 from billfish.llm.generation import Generation
 from billfish.llm.sampler import RequestSampler, Sampler, Sampling, with_best
 from billfish.serving.engine.engine import Engine
@@ -802,26 +802,51 @@ def test_drafts_go_in_one_step_with_other_sequences_and_prompts(gpu, model):
         check_fed(gpu, cache.tokens, cache.lists[0].pages)
 
 
-@pytest.mark.promise("numerics", "a drafted answer equals the plain one to the bit, alone and in a batch")
-def test_a_model_that_drafts_is_batch_invariant(gpu, model):
+NEW, REPEATED = [5], [*counting(5, 100), 5]  # answers to them count on: nothing, and all of it, came before
+
+
+def test_a_model_is_batch_invariant_from_its_first_draft_on(gpu, model, monkeypatch):
     """Whether a draft is tried or not, and in answers without drafts too: all have the same kernels."""
-    layers, how = model.decoder._layers, {"max_tokens": 4}
-    model.generate([5], **how)
+    monkeypatch.setattr(StepSeconds, "note", lambda self, rows, seconds: None)
+    layers, how = model.decoder._layers, {"max_tokens": 40}
+    plain = model.generate(NEW, draft="ngram", **how)
     assert not layers.batch_invariant
-    drafted = model.generate([5], draft="ngram", **how)
+    assert (plain.drafts.drafted, plain.drafts.steps) == (0, 39)
+    drafted = model.generate(REPEATED, draft="ngram", **how)
     assert layers.batch_invariant
-    assert model.generate([5], **how).tokens == drafted.tokens
+    assert drafted.tokens == plain.tokens == counting(6, 40)
+    assert drafted.drafts.accepted > 25
+    assert model.generate(NEW, **how).tokens == plain.tokens
     assert layers.batch_invariant
 
 
-def test_a_server_that_drafts_is_batch_invariant(gpu, model):
-    with Engine(model, streams=2, context=100) as engine:
-        submit(engine, Request([5], 4)).wait()
-        assert not model.decoder._layers.batch_invariant
-    with Engine(model, streams=2, context=100, draft="ngram") as engine:
-        assert model.decoder._layers.batch_invariant  # when graphs are captured
-        submit(engine, Request([5], 4, draft=False)).wait()
-        assert model.decoder._layers.batch_invariant
+def test_a_draft_model_makes_a_model_batch_invariant_at_once(gpu, model):
+    assert model.drafters("llm.generate", model, None, None)() is not None
+    model.generate(NEW, max_tokens=1)
+    assert model.decoder._layers.batch_invariant
+
+
+def test_a_server_is_batch_invariant_from_its_first_draft_on(gpu, model, monkeypatch):
+    """Both kinds of steps are ready before."""
+    monkeypatch.setattr(StepSeconds, "note", lambda self, rows, seconds: None)
+    decoder, kernels, load_kernel = model.decoder, set[tuple[Any, ...]](), gpu.kernel
+
+    def kernel(source: str, name: str, macros: Any, ordinal: int, shared_bytes: int) -> int:
+        kernels.add((source, macros, shared_bytes))
+        return load_kernel(source, name, macros, ordinal, shared_bytes)
+
+    monkeypatch.setattr(driver, "kernel", kernel)
+    with Engine(model, streams=2, context=200, draft="ngram") as engine:
+        warm, captures = set(kernels), decoder.captures
+        assert submit(engine, Request(NEW, 40)).wait().ids == counting(6, 40)
+        assert not decoder._layers.batch_invariant
+        assert engine.counts().drafts == 0
+        assert submit(engine, Request(REPEATED, 40)).wait().ids == counting(6, 40)
+        assert decoder._layers.batch_invariant
+        assert engine.counts().accepted_tokens > 25
+        submit(engine, Request(NEW, 4, draft=False)).wait()
+        assert decoder._layers.batch_invariant
+        assert (kernels, decoder.captures) == (warm, captures)
 
 
 class Everything(Drafter):

@@ -52,13 +52,19 @@ def check(counts: list[dict]) -> None:
     assert all(each["drafted"] > each["accepted"] > 0 for each in counts if each["drafter"] == "oracle")
 
 
-@pytest.mark.promise("numerics", "a drafted answer equals the plain one to the bit, alone and in a batch")
+@pytest.mark.promise(
+    "numerics",
+    "a drafted answer equals the plain one to the bit, alone and in a batch (on NVIDIA GPUs with `batch_invariant`)",
+)
 @pytest.mark.parametrize(("format", "activations", "case"), pairs())
 def test_drafted_answers_are_the_plain_ones(matrix_of, format, activations, case):
     check([matrix_of(format, activations, 6).count(*case)])
 
 
-@pytest.mark.promise("numerics", "a drafted answer equals the plain one to the bit, alone and in a batch")
+@pytest.mark.promise(
+    "numerics",
+    "a drafted answer equals the plain one to the bit, alone and in a batch (on NVIDIA GPUs with `batch_invariant`)",
+)
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 def test_drafted_answers_pass_pages_and_slices(folder, activations):
     """64 positions, and 256, lie within answers, and so within drafts."""

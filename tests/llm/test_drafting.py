@@ -273,6 +273,56 @@ def test_more_that_is_alike_is_another_kind():
     assert len(NgramDrafter.acceptance) == 5
 
 
+def test_nothing_is_drafted_before_it_is_seen_to_pay(model_of, monkeypatch):
+    """A look-up is compared with the tokens that plain steps choose, whatever --draft-length is. `drafts` has none."""
+    monkeypatch.setattr(StepSeconds, "note", lambda self, rows, seconds: None)
+    model, begun = model_of("llama3", "q4_0"), []
+    begin = model.decoder.begin_drafting
+    monkeypatch.setattr(model.decoder, "begin_drafting", lambda: begun.append(True) or begin())
+    free = {"temperature": 1.0, "seed": 5, "max_tokens": 60, "logit_bias": {1: -100.0}}
+    repeated = {"max_tokens": 60, "logit_bias": {9: 100.0}}
+    for how, length in ((free, None), (free, 7), (repeated, None)):
+        assert not begun
+        plain = model.generate(TOKENS[:9], **how)
+        drafted = model.generate(TOKENS[:9], draft="ngram", draft_length=length, **how)
+        assert drafted.tokens == plain.tokens
+        assert drafted.drafts.steps == 59 - drafted.drafts.accepted
+        assert (drafted.drafts.drafted > 0) == bool(begun)
+    assert drafted.drafts.accepted == drafted.drafts.drafted > 40
+    again = model.generate(TOKENS[:9], draft="ngram", **repeated)  # the model drafts already, so nothing is watched
+    assert (again.tokens, again.drafts.steps < drafted.drafts.steps) == (drafted.tokens, True)
+
+
+def test_a_draft_model_is_not_watched(model_of):
+    """Each look would take it a pass."""
+    model = model_of("llama3", "q8_0")
+    drafted = model.generate(TOKENS[:9], max_tokens=4, draft=model, logit_bias={1: -100.0})
+    assert drafted.drafts.drafted > 0
+
+
+def watched_until(text: list[int], start: int) -> int | None:
+    """After how many tokens of the answer drafting begins."""
+    controller, drafter = Controller(MOST_DRAFTED, NgramDrafter.acceptance, watching=True), NgramDrafter()
+    for at in range(start, len(text)):
+        if controller.length(4):
+            return at - start
+        controller.note(0, 0, 4)
+        controller.watch(drafter, text[:at], text[at])
+    return None
+
+
+def test_watching_ends_where_more_than_a_third_could_be_drafted():
+    known, new = [*range(100)], [*range(200, 260)]
+    assert watched_until([*known, 7, 8, *range(9, 60)], 102) == 6
+    assert watched_until([*known, 7, 8, *range(9, 13), 99, *range(13, 60)], 102) == 4 + 3 + 4
+    assert watched_until(known + new, 100) is None
+    for name, others, expected in (([1, 2, 3, 4, 5], 1, 17), ([1, 2, 3, 4], 2, None)):  # known from its third token on
+        text = [*name]
+        for i in range(0, 60, others):
+            text += [*name, *new[i : i + others]]
+        assert watched_until(text, len(name)) == expected
+
+
 def test_the_controller_drafts_what_pays():
     good, bad = Controller(MOST_DRAFTED), Controller(MOST_DRAFTED)
     tried = []

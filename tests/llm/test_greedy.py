@@ -92,7 +92,8 @@ def test_several_texts_get_the_best_tokens_of_16_bits(decoder, activations):
 
 
 def test_a_model_that_drafts_takes_all_logits_in_16_bits(tmp_path, monkeypatch):
-    """Its answers are equal by proof: with one row or two, nothing is found with 8 bits."""
+    """Its answers are equal by proof: with one row or two, nothing is found with 8 bits. So it is from the first draft
+    on."""
     write_model(tmp_path / "small.gguf", Small(quantization="Q8_0", hidden=256))
     model, asked = load(tmp_path / "small.gguf", device="cpu", progress=False), []
     scores = model.decoder._scores
@@ -101,9 +102,14 @@ def test_a_model_that_drafts_takes_all_logits_in_16_bits(tmp_path, monkeypatch):
     plain = model.decoder.choose([(model.cache(), text) for text in texts], samplers, "q8")
     model.generate(texts[0], max_tokens=1, draft="ngram")
     assert model.decoder.choose([(model.cache(), text) for text in texts], samplers, "q8") == plain
+    assert asked == [_cpu.BEST_OF_16, 2, _cpu.BEST_OF_16]
+    asked.clear()
+    model.generate([5] * 9, max_tokens=12, draft="ngram", logit_bias={5: 100.0})
+    asked.clear()
+    assert model.decoder.choose([(model.cache(), text) for text in texts], samplers, "q8") == plain
     [*_, choices] = model.decoder.verify([(model.cache(), [5])], samplers[:1], [[6, 7, 8]], "q8")
     assert choices
-    assert asked == [_cpu.BEST_OF_16, 2, 2, 2]
+    assert asked == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,13 @@ class Drafter(ABC):
 
     acceptance: of each kind of draft, how often its tokens are taken to be right until that was measured.
     most: tokens of a draft.
+    watched: whether answers are watched until the model's first draft. That takes a look-up at each token, so it is for
+    drafters that cost next to nothing.
     """
 
     acceptance: tuple[float, ...] = (0.8,)
     most: int = MOST_DRAFTED
+    watched: bool = False
 
     def kind(self, sequence: Sequence[int]) -> int | None:
         """The kind of draft that may follow `sequence`: drafts of one kind are right about equally often. None if there
@@ -102,34 +105,52 @@ class Controller:
     Where drafting does not pay it stops, and tries one token again now and then.
 
     seconds: what steps take; several sequences of one batch share it.
+    watching: whether nothing is drafted until `watch` finds that it would pay. From a model's first draft on, steps
+    without drafts may be slower, too (`Decoder.begin_drafting`), so that texts without repetitions should not cause it.
     """
 
     FORGETTING = 0.1  # of an average, at each new number
     RETRY = 24  # steps that might have had a draft before the next try
+    # Watched tokens make a cumulative sum (CUSUM), which grows where more than a third of them could be drafted.
+    RIGHT, OTHER, ENOUGH = 1.0, -0.5, 6.0
 
     def __init__(
-        self, most: int, acceptance: Sequence[float] = Drafter.acceptance, seconds: StepSeconds | None = None
+        self,
+        most: int,
+        acceptance: Sequence[float] = Drafter.acceptance,
+        seconds: StepSeconds | None = None,
+        *,
+        watching: bool = False,
     ) -> None:
         """acceptance: of each kind of draft, until it was measured."""
         self.most = most
         self.seconds = StepSeconds() if seconds is None else seconds
+        self.watching = watching
         self._acceptance = list(acceptance)
         self._idle = 0
+        self._watched = 0.0
 
     def length(self, kind: int | None = 0, others: int = 0) -> int:
         """How many tokens of such a draft to try in the next step, which has a row for each of `others` as well."""
-        if kind is None:
+        if kind is None or self.watching:
             return 0
         best = max(range(self.most + 1), key=lambda drafted: self._rate(drafted, self._acceptance[kind], others))
         return best or min(self.most, int(self._idle >= self.RETRY))
 
     def note(self, drafted: int, accepted: int, kind: int | None = 0) -> None:
         """In a step, the first `accepted` of so many drafted tokens were right."""
-        if kind is None:
+        if kind is None or self.watching:
             return
         self._idle = 0 if drafted else self._idle + 1
         for right in [True] * accepted + [False] * (accepted < drafted):
             self._acceptance[kind] += self.FORGETTING * (right - self._acceptance[kind])
+
+    def watch(self, drafter: Drafter, sequence: Sequence[int], token: int) -> None:
+        """`token` was chosen behind `sequence`. Until drafting begins, count whether the drafter proposes it."""
+        if self.watching:
+            right = drafter.draft(sequence, 1) == [token]
+            self._watched = max(0.0, self._watched + (self.RIGHT if right else self.OTHER))
+            self.watching = self._watched < self.ENOUGH
 
     def _rate(self, drafted: int, acceptance: float, others: int) -> float:
         """Tokens a second that a step with so many drafted tokens is expected to give."""

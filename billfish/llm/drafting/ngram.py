@@ -18,6 +18,7 @@ class NgramDrafter(Drafter):
     the more of those behind it are."""
 
     acceptance = (0.3, 0.5, 0.65, 0.8, 0.9)
+    watched = True
 
     def __init__(self) -> None:
         self._known = 0  # tokens of the sequence that were learned

@@ -99,10 +99,8 @@ class Engine:
         try:
             exact = self._activations == "exact"
             self._slots = Slots(decoder, streams, self.context, self._cuts, exact=exact, tokens=cache_tokens)
-            drafts = draft not in (None, "off")
-            decoder.warm(
-                max(streams, min(WARM, streams * (1 + MOST_DRAFTED))) if drafts else streams, self._activations
-            )
+            drafting = 0 if draft in (None, "off") else max(streams, min(WARM, streams * (1 + MOST_DRAFTED)))
+            decoder.warm(streams, self._activations, drafting)
         except (MemoryError, ModelError) as error:  # a GPU's cache raises the latter
             said = str(error).removeprefix("llm.generate: ").rstrip(".")
             why = f" ({said})" if said else ""
@@ -147,7 +145,9 @@ class Engine:
         drafter = self._make_drafter() if request.draft else None
         if drafter is not None:
             most = min(drafter.most, self._decoder.rows_alike(self._activations) - 1)
-            more |= {"drafter": drafter, "controller": Controller(most, drafter.acceptance, self._step_seconds)}
+            watching = drafter.watched and not self._decoder.drafting
+            controller = Controller(most, drafter.acceptance, self._step_seconds, watching=watching)
+            more |= {"drafter": drafter, "controller": controller}
         self._put(Answer(request, on_token, ticket, ends, matcher, cuts, self._counts.times, **more))
         return ticket
 
@@ -428,6 +428,8 @@ class Engine:
             return None
         with _failing(feeding, self._decoder):
             drafted = [drafts.get(job, []) for job in going_on] if drafts else []
+            if drafts:
+                self._decoder.begin_drafting()
             samplers = [job.sampler for job in going_on]
             pending = self._decoder.submit(passages, samplers, self._activations, drafted)
             for job in feeding:

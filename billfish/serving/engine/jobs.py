@@ -210,6 +210,8 @@ class Answer(Job):
         return "length" if count == self._most else ""
 
     def _take(self, choice: NextToken, end: str, drafts: Drafts | None) -> None:
+        if self.drafter is not None and self._controller is not None:
+            self._controller.watch(self.drafter, self.text, choice.token)
         self.text.append(choice.token)
         now = time.perf_counter()
         histogram = self._times.between_tokens if self.ticket.completion_tokens else self._times.first_token

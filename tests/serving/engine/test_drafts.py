@@ -13,7 +13,7 @@ from serving_http import events, send, serving
 from serving_support import alone, ask, compiled, random_sampling, random_tokens, small_model, submit
 
 import billfish as bf
-from billfish.llm.drafting.drafter import MOST_DRAFTED, Controller, Drafter
+from billfish.llm.drafting.drafter import MOST_DRAFTED, Controller, Drafter, StepSeconds
 from billfish.llm.kv_cache import NoRoom
 from billfish.llm.sampler import Sampling
 from billfish.serving.engine.engine import Engine
@@ -129,6 +129,26 @@ def test_a_request_may_do_without(model, always):
     assert plain.ids == drafted.ids
     with Engine(model, **EXACT) as engine:
         assert ask(engine, request).ticket.drafts.drafted == 0
+
+
+def test_free_text_is_watched_and_not_drafted(tmp_path, monkeypatch):
+    """Each request by itself: one that repeats itself begins, and the others beside it do not."""
+    monkeypatch.setattr(StepSeconds, "note", lambda self, rows, seconds: None)
+    model, begun = small_model(tmp_path), []
+    begin = model.decoder.begin_drafting
+    monkeypatch.setattr(model.decoder, "begin_drafting", lambda: begun.append(True) or begin())
+    few = dict.fromkeys(range(5, 25), 30.0)  # so many tokens that two in a row come again, and another one behind them
+    free = [Request([5, 6, i], 60, Sampling(1.0, seed=i, logit_bias=few)) for i in (7, 8)]
+    with Engine(model, draft="ngram", draft_length=7, **EXACT) as engine:
+        for requests, drafts in ((free, False), ([*free, Request([5, 6], 60, REPEATING)], True)):
+            answers = [submit(engine, request) for request in requests]
+            for request, answer in zip(requests, answers, strict=True):
+                assert answer.wait().ids == alone(model, request, **EXACT)[1]
+            counts = engine.counts()
+            assert bool(begun) == (counts.drafts > 0) == drafts
+            assert [answer.ticket.drafts.drafted for answer in answers[:2]] == [0, 0]
+    assert counts.drafted_tokens == answers[2].ticket.drafts.drafted
+    assert counts.accepted_tokens == answers[2].ticket.drafts.accepted > 30
 
 
 def test_an_answer_may_end_within_a_draft(model, always, monkeypatch):
