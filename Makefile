@@ -53,6 +53,7 @@ check: $(VENV)/test.stamp
 # Before a release: every case of every matrix, every instruction set that this machine has (the demo compiles the best one and
 # portable), and 20,000 hostile inputs.
 test-full: lint
+	$(BIN)/pip $(PIP_INSTALL) 'billfish[test-full]'
 	$(BIN)/pip $(PIP_INSTALL) --no-build-isolation --no-deps --editable . -C cmake.define.BILLFISH_LEVELS=all
 	$(PYTEST) -m 'full or not full'
 	$(MAKE) docs-commands attack CASES=20000

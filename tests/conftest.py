@@ -84,7 +84,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # pytest's plugins look for references at the end
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker prints no summary, for which hypothesis looks for references
+        gc.unfreeze()
 
 
 @functools.cache
