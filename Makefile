@@ -73,7 +73,7 @@ docs-commands: $(VENV)/test.stamp
 	$(BIN)/python -c 'import sys; print(*(path for path in sys.path if path.endswith("site-packages")), sep="\n")' \
 	  > $$(echo build/docs-commands/venv/lib/python*/site-packages)/tests.pth
 	build/docs-commands/venv/bin/pip $(PIP_INSTALL) 'billfish[llm,checkpoints]'
-	$(BIN)/python tests/support/docs_commands/run.py build/docs-commands/venv/bin
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/docs_commands/run.py build/docs-commands/venv/bin
 
 # 100,000 hostile files and calls, races between processes, kills, failing disks and HTTP requests (with CASES=1000000: 500, 1,000, 500
 # and 100,000): tests/support/attack. A part of it is in `make test`.

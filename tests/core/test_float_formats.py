@@ -146,6 +146,7 @@ def test_a_matrix_of_any_sixteen_floats_is_multiplied_too():
 # ---- folders of fp8 -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     "weights",
     [
