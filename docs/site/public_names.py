@@ -166,8 +166,13 @@ def first_names() -> list[PublicName]:
 
 def _home_of_data(module: str, name: str) -> str:
     """Data does not know its module: follow the imports of its name."""
-    source = inspect.getsource(importlib.import_module(module))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module and name in {alias.name for alias in node.names}:
-            return _home_of_data(node.module, name)
-    return f"{module}.{name}"
+    origin = _imports_of(module).get(name)
+    return f"{module}.{name}" if origin is None else _home_of_data(origin, name)
+
+
+@cache
+def _imports_of(module: str) -> dict[str, str]:
+    """The names that a module imports from others, and from which."""
+    nodes = ast.walk(ast.parse(inspect.getsource(importlib.import_module(module))))
+    found = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {alias.name: str(node.module) for node in reversed(found) for alias in node.names}

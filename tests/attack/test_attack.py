@@ -11,7 +11,7 @@ from attack.cases import Case, as_json, read_all, run_model
 from attack.findings import FINDINGS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts memory as Linux does")
-CASES = 20
+CASES = 12
 
 
 @pytest.mark.promise("inputs", "loading allocates at most 64 MB plus 8 times the file")

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import checkpoint_samples as samples
-import llm_folders
 import numpy as np
 import pytest
 from common import assert_same_bits
@@ -68,12 +67,15 @@ def test_a_configuration_that_is_a_link_out_of_the_folder_is_left_out(tmp_path, 
     assert not any(b"secret" in path.read_bytes() for path in outputs)
 
 
+@pytest.mark.torch
 @pytest.mark.promise(
     "inputs", "links out of the model's folder are not followed for config, tokenizer and other small files"
 )
 @pytest.mark.parametrize("name", export.TOKENIZER)
 def test_a_tokenizer_that_is_a_link_out_of_the_folder_is_not_put_into_gguf(tmp_path, name):
     """Such as a chat template, which could be any text. Without the link the tokenizer is there."""
+    import llm_folders
+
     llm_folders.write_random(tmp_path / "in", "llama")
     bf.convert(tmp_path / "in", tmp_path / "own.gguf", "gguf")
     assert "tokenizer.ggml.tokens" in bf.load(tmp_path / "own.gguf").metadata

@@ -151,6 +151,7 @@ def test_what_llama_cpp_looks_for(tmp_path):
     assert kinds["output_norm.weight"] == "F32"
 
 
+@pytest.mark.full  # `make docs-commands`, which is in `make test`, types both commands
 def test_a_real_file_by_the_names_of_models(tmp_path, capsys):
     """SmolLM2: bit for bit to MLX, where q4_1 is affine4 and q8_0 affine8; and its configuration."""
     path = default_model()

@@ -261,6 +261,7 @@ def llama(**config: object) -> torch.nn.Module:
     return LlamaForCausalLM(LlamaConfig(**{**CONFIG, **config}))
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_of_transformers_with_its_configuration(tmp_path, tied):
     from transformers import AutoModelForCausalLM
@@ -277,6 +278,7 @@ def test_a_model_of_transformers_with_its_configuration(tmp_path, tied):
         assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
+@pytest.mark.torch
 def test_a_model_of_transformers_as_gguf(tmp_path, monkeypatch):
     """The configuration tells llama.cpp's names, rows and sizes; files of the folder that we are in are not taken."""
     monkeypatch.chdir(tmp_path)

@@ -203,6 +203,7 @@ def test_awq_by_the_converter_of_another_project(tmp_path, source):
     assert_same_bits(bf.dequantize(ck[WEIGHT]) + 0, expected + 0)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("layout", ["gptq", "awq"])
 def test_transformers_reads_the_settings(tmp_path, layout):
     from transformers.utils.quantization_config import AwqConfig, GPTQConfig
@@ -344,6 +345,7 @@ def test_vectors_follow_where_nothing_is_lost(tmp_path):
     assert kinds == {"whole.bias": "BF16", "finer.bias": "F32", "ids": "I64", "a.weight": "BF16"}
 
 
+@pytest.mark.torch
 def test_transformers_loads_a_plain_folder(tmp_path):
     from transformers import AutoModelForCausalLM
 

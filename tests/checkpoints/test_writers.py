@@ -408,6 +408,7 @@ def test_scalars_and_empty_arrays(tmp_path):
     assert {compare(before, after, name).verdict for name in before} == {"equal bits"}
 
 
+@pytest.mark.torch
 def test_transformers_loads_what_we_write(tmp_path):
     """A small random Llama, quantized and saved for it, gives the logits of the decoded weights."""
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM

@@ -146,6 +146,7 @@ def test_a_matrix_of_any_sixteen_floats_is_multiplied_too():
 # ---- folders of fp8 -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     "weights",
     [
@@ -179,6 +180,7 @@ def test_float_quantized_folders_of_compressed_tensors(tmp_path, weights, dtype)
     assert_same_bits(bf.dequantize(part), expected["weight"].float().numpy()[100:150, 128:384])
 
 
+@pytest.mark.torch
 def test_mxfp8_folders_of_compressed_tensors(tmp_path):
     args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
     full = scheme(**args, scale_dtype=torch.uint8, zp_dtype=torch.uint8)

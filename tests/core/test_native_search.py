@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from cases import diagonal
 from common import assert_same_bits, gaussian, options_of, student_t
 
 import billfish as bf
@@ -164,8 +165,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("length", [16, 32, 40, 256])
+@pytest.mark.parametrize(("length", "level", "rule"), diagonal(3, [16, 32, 40, 256], LEVELS, RULES), indirect=["level"])
 def test_scales(rule, length, level):
     w = weights(length)
     rows, (least, greatest) = len(w), extremes(w)

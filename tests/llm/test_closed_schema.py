@@ -179,7 +179,7 @@ def test_random_schemas_lose_only_what_they_do_not_name(choices):
     """`unevaluatedProperties` is JSON Schema's own word for it. It is written to every object here, so that it holds
     where no schema is one of a choice."""
     rng, taken, refused, unclear = random.Random(0), 0, 0, 0
-    for _ in range(400):
+    for _ in range(200):
         definitions = dict[str, Any]()
         for name in "xyz":
             definitions[name] = random_schema(rng, 1, "".join(definitions), choices=choices)
@@ -197,9 +197,9 @@ def test_random_schemas_lose_only_what_they_do_not_name(choices):
             taken, refused = taken + after, refused + (before and not after)
             value = random_value(rng, 2)
             assert takes(schema, value) or not takes(made, value), (schema, value)
-    assert taken > 500
-    assert refused > 500
-    assert unclear < 100
+    assert taken > 250
+    assert refused > 250
+    assert unclear < 50
 
 
 def test_references_that_multiply_a_schema_are_refused():

@@ -17,7 +17,7 @@ def diagonal(step: int, *axes: Iterable[Any]) -> list[Any]:
     for indexed in itertools.product(*(list(enumerate(axis)) for axis in axes)):
         values = [value for _, given in indexed for value in (given if isinstance(given, tuple) else (given,))]
         often = sum(index for index, _ in indexed) % step == 0
-        names = "-".join(str(getattr(value, "name", value)) for value in values)
+        names = "-".join(str(getattr(value, "name", getattr(value, "__name__", value))) for value in values)
         cases.append(pytest.param(*values, id=names, marks=() if often else pytest.mark.full))
     return cases
 

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from cases import diagonal
 from common import assert_same_bits, gaussian, multiply
 
 import billfish as bf
@@ -25,7 +26,8 @@ NAMES = ("fp4", "u4", "mxfp4", "nvfp4", "nvfp4_gguf", "q4_0", "q4_1", "q8_0", "q
 FORMATS = pytest.mark.parametrize("format", NAMES)
 LEVELS = pytest.mark.parametrize("level", _cpu.levels())
 # Weights and x whose scales, products or sums are subnormal: as float16, as float32, or both.
-SMALL = pytest.mark.parametrize("size", [2.0**-20, 2.0**-126])
+SIZES = [2.0**-20, 2.0**-126]
+SMALL = pytest.mark.parametrize("size", SIZES)
 
 
 def flushes() -> bool:
@@ -82,10 +84,9 @@ def test_dequantize(format, size, level, dtype, monkeypatch):
         assert_same_bits(reference, expected)
 
 
-@FORMATS
-@SMALL
-@LEVELS
-@pytest.mark.parametrize("activations", ["exact", "q8", "q16"])
+@pytest.mark.parametrize(
+    ("activations", "size", "level", "format"), diagonal(3, ["exact", "q8", "q16"], SIZES, _cpu.levels(), NAMES)
+)
 def test_products(format, size, level, activations):
     backend = CpuBackend()
     backend.level = level

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import diagonal
 from common import ALL_HALVES, assert_same_bits, gaussian, multiply
 
 import billfish as bf
@@ -18,7 +19,8 @@ from billfish.core.activations import DIGITS
 from billfish.core.arrays import Input
 
 LEVELS = pytest.mark.parametrize("level", _cpu.levels())
-DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=["f32", "f16", "bf16"])
+TYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
+DTYPES = pytest.mark.parametrize("dtype", TYPES, ids=["f32", "f16", "bf16"])
 ALL_BFLOATS = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16)
 
 M_SIZES = (0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 64, 200)
@@ -40,9 +42,7 @@ def with_threads(count: int, call: Callable[[], Any]) -> Any:
         _cpu.set_threads(before)
 
 
-@LEVELS
-@DTYPES
-@pytest.mark.parametrize("m", M_SIZES)
+@pytest.mark.parametrize(("level", "dtype", "m"), diagonal(3, _cpu.levels(), TYPES, M_SIZES))
 def test_products(level, dtype, m):
     """Every M with every shape, with one thread and with several, with and without a bias."""
     backend = backend_at(level)

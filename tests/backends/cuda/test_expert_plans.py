@@ -123,7 +123,7 @@ def test_the_kernels_around_products_compile(arch):
         resources("mix.cu", {"TYPE": "BF16" if weight == "Float" else "F16", "ID": "int", "WEIGHT": weight}, arch)
 
 
-@pytest.mark.parametrize("tokens", first(2, [16, 1024, 1, 4, 30, 64, 128]))
+@pytest.mark.parametrize("tokens", first(1, [1024, 16, 1, 4, 30, 64, 128]))
 def test_what_the_h200_runs_compiles_without_spills(tokens):
     routing = ExpertRouting(tokens, 2, 8)
     for asked in (gemm(routing, 28672, 4096, gate="silu"), gemm(routing, 4096, 14336)):

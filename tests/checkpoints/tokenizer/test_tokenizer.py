@@ -32,6 +32,7 @@ def test_checkpoints_and_the_tokenizer_import_nothing_from_llm():
             assert not any(name.startswith("billfish.llm") for name in names), path
 
 
+@pytest.mark.torch
 def test_byte_characters_are_gpt2s():
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -218,6 +219,7 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES.keys())
 def test_templates_render_as_transformers_renders_them(source):
     from tokenizers import Tokenizer as Fast
