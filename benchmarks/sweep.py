@@ -5,7 +5,8 @@
 Each file is written with `billfish quantize`, as a user would, and its predictions of NEWS are compared with MODEL's:
 mean KL divergence, that of the token at the 99.9 percentile, and how often both have the same most likely token. TEXT
 is for calibration. It should not be NEWS. With --llama-quantize PATH, llama.cpp's program writes its own mixes, which
-are compared alike. With --imatrix FILE, of llama-imatrix and TEXT, it writes each of them again with these statistics.
+are compared alike, if METHODS has rtn or mse. With --imatrix FILE, of llama-imatrix and TEXT, it writes each of them
+again with these statistics.
 
 Methods: rtn, mse; weighted, which is mse with --calibrate; gptq; tune, which is gptq and then `billfish tune`. Formats
 may be mixes, such as Q4_K_M. --bits are averages for `billfish quantize --bits`, by the last three methods.
@@ -68,7 +69,8 @@ def cases(flags: argparse.Namespace) -> Iterator[Case]:
         {"by": "billfish", "format": f"--bits {b}", "method": method} for b in flags.bits if b for method in calibrated
     )
     if flags.llama_quantize is not None:
-        methods = ["plain", *(["imatrix"] if flags.imatrix else [])]
+        methods = ["plain"] if {"rtn", "mse"} & {*flags.methods} else []
+        methods += ["imatrix"] if flags.imatrix else []
         yield from ({"by": "llama.cpp", "format": mix, "method": method} for mix in flags.mixes for method in methods)
 
 

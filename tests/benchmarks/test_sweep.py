@@ -53,11 +53,13 @@ def test_llama_cpp_s_program_is_another_row(model):
     program.write_text(f'#!/bin/sh\n[ "$1 $4" = "--allow-requantize Q4_0" ] && cp {theirs} "$3"\n')
     program.chmod(0o755)
     flags = argparse.Namespace(
-        formats=[], methods=[], bits=[], mixes=["Q4_0"], llama_quantize=program, imatrix=None, device="cpu"
+        formats=[], methods=["mse"], bits=[], mixes=["Q4_0"], llama_quantize=program, imatrix=None, device="cpu"
     )
     [case] = sweep.cases(flags)
     flags.imatrix = Path("imatrix.gguf")
     assert [case["method"] for case in sweep.cases(flags)] == ["plain", "imatrix"]
+    flags.methods = ["weighted"]
+    assert [case["method"] for case in sweep.cases(flags)] == ["imatrix"]
     reference = load(model, device="cpu", progress=False)
     truth = Truth(reference, reference.tokenizer.encode(TEXT, special=False)[:100])
     record = sweep.measured(case, sweep.write(case, model, model.parent, flags), truth, "cpu")
