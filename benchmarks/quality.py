@@ -13,8 +13,8 @@ measured again. At the end, the pages with its tables are written anew (pages.py
 
 Methods: rtn, mse; weighted, which is mse with the mean squares of the inputs; gptq, with the inputs of the float model;
 sequential, which is gptq with those of the quantized matrices before; tune, which is sequential and then `billfish
-tune`; bits, which is weighted with a format for each matrix (`--bits 4.6`); bits-sequential and bits-tune, which are
-sequential and tune with `--bits 4.5`; ggml.
+tune`; bits, which is weighted with a format for each matrix (`--bits 4.6`); bits-gptq, which is gptq with the same
+`--bits 4.6`; bits-sequential and bits-tune, which are sequential and tune with `--bits 4.5`; ggml.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from billfish.statistics import InputStatistics, Statistics
 FEW, MANY = 2048, 32768  # tokens for calibration
 BITS, LESS_BITS = 4.6, 4.5
 PIECES, TOKENS, BATCH = 100, 64, 16  # of news, of each of them, and paragraphs that are calibrated with at a time
+METHODS = "rtn,mse,weighted,gptq,sequential,tune,bits,bits-gptq,bits-sequential,bits-tune"
 RESULTS = records.RESULTS / "quality.json"
 
 Case = dict[str, Any]  # the beginning of a record
@@ -98,6 +99,16 @@ def quantized_in_order(folder: Path, case: Case) -> Path:
     return made
 
 
+def with_more_bits(folder: Path, case: Case) -> Path:
+    """The model by a plan, quantized with the float model's inputs. A folder may have it, or the plan, already."""
+    made, plan, text = folder / f"bits-{BITS}.gguf", folder / f"plan-{BITS}.txt", folder / "mixed.txt"
+    if not made.exists():
+        text.write_text(calibration_text("mixed"))
+        settings = {"group_size": None, "statistics": None, "method": "gptq", "sequential": False, "requantize": True}
+        quantize_to_bits(default_model(), str(made), BITS, None, str(plan), {}, calibrate=str(text), **settings)
+    return made
+
+
 def tuned(folder: Path, case: Case) -> Path:
     """The same, tuned."""
     source = quantized_in_order(folder, case)
@@ -108,8 +119,8 @@ def tuned(folder: Path, case: Case) -> Path:
 
 
 # Methods that are measured from files, as users write them.
-IN_ORDER = {"sequential": quantized_in_order, "tune": tuned}
-IN_ORDER |= {f"bits-{name}": write for name, write in IN_ORDER.items()}
+FROM_FILES = {"sequential": quantized_in_order, "tune": tuned}
+FROM_FILES |= {f"bits-{name}": write for name, write in FROM_FILES.items()} | {"bits-gptq": with_more_bits}
 
 
 def named(format: str) -> Case:
@@ -125,7 +136,7 @@ def cases(formats: list[str], methods: list[str]) -> Iterator[Case]:
         for method in methods:
             if method in ("rtn", "mse"):
                 yield about | {"method": method, "calibration_text": "", "calibration_tokens": 0}
-            elif method in IN_ORDER and not method.startswith("bits-"):
+            elif method in FROM_FILES and not method.startswith("bits-"):
                 yield about | {"method": method, "calibration_text": "mixed", "calibration_tokens": MANY}
             elif method in ("weighted", "gptq") or (method == "ggml" and name in ("q4_0", "iq4_nl")):
                 yield about | {"method": method, "calibration_text": "mixed", "calibration_tokens": MANY}
@@ -206,7 +217,7 @@ def measure(missing: list[Case], folder: Path, flags: argparse.Namespace) -> Ite
     if not missing:
         return
     started = time.perf_counter()
-    shared = [case for case in missing if case["calibration_text"] and case["method"] not in IN_ORDER]
+    shared = [case for case in missing if case["calibration_text"] and case["method"] not in FROM_FILES]
     texts = {(case["calibration_text"], case["calibration_tokens"]) for case in shared}
     statistics = {text: statistics_of(folder, *text) for text in sorted(texts)}
     print(f"statistics: {time.perf_counter() - started:.0f} s", flush=True)
@@ -221,8 +232,8 @@ def measured(case: Case, known: Statistics | None, truth: Truth, folder: Path, f
     """The record of a case."""
     plan, started = None, time.perf_counter()
     path, convert = default_model(), None
-    if case["method"] in IN_ORDER:
-        path = IN_ORDER[case["method"]](folder, case)
+    if case["method"] in FROM_FILES:
+        path = FROM_FILES[case["method"]](folder, case)
     elif case["method"] == "bits":
         settings = {"statistics": known, "requantize": True, "device": flags.device}
         plan = plan_bits(default_model(), BITS, kept=folder / "damage.json", **settings)
@@ -302,7 +313,7 @@ def main() -> None:
     parser.set_defaults(json=RESULTS)
     parser.option("--tokens", "tokens of news", 20480, command.positive, "N")
     parser.listed("--formats", "formats", "q4_0,fp4:32,u4b8:128,u4:128,nvfp4,mxfp4,iq4_nl")
-    parser.listed("--methods", "methods", "rtn,mse,weighted,gptq,sequential,tune,bits,bits-sequential,bits-tune")
+    parser.listed("--methods", "methods", METHODS)
     parser.option("--device", "cpu, cuda or cuda:N; auto is a GPU if there is one", "auto", str, "D")
     parser.add_argument("--folder", type=Path, help="folder that keeps statistics, 1.2 GB (default: none)")
     parser.add_argument("--ggml", type=Path, metavar="FOLDER", help="folder with libggml-base.so: its quantizer, too")

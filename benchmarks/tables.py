@@ -374,7 +374,8 @@ def in_order(results: Results) -> str:
     methods = {"gptq": FLOAT_GPTQ, "sequential": "`gptq` in order", "tune": "then `tune`"}
     rows: dict[str, dict[str, Results]] = {}
     for record in results["records"]:
-        if (record["calibration_text"], record["calibration_tokens"]) == ("mixed", 32768):
+        calibration = record["calibration_text"], record["calibration_tokens"]
+        if calibration == ("mixed", 32768) and record["method"] != "bits-gptq":
             name = f"{record['format']}, {record['group_size']}" if record["format"] else "`--bits 4.5`"
             rows.setdefault(name, {})[record["method"].removeprefix("bits-")] = record
     cells = [["format, group size", "bits per weight", *methods.values()]]
@@ -425,8 +426,9 @@ def others(results: Results) -> str:
     rows = [["further", "bits per weight", "calibration tokens", "KL divergence", "same top-1 token", "perplexity"]]
     for record in results["records"]:
         method = {"gptq": FLOAT_GPTQ, "ggml": "llama.cpp's quantizer"}.get(record["method"], record["method"])
-        name = "`--bits 4.6`, weighted" if method == "bits" else f"{record['format']}, {method}"
-        if record["method"] in ("bits", "ggml") or 0 < record["calibration_tokens"] < 32768:
+        by_plan = {"bits": "`--bits 4.6`, weighted", "bits-gptq": f"`--bits 4.6`, {FLOAT_GPTQ}"}
+        name = by_plan.get(method, f"{record['format']}, {method}")
+        if record["method"] in (*by_plan, "ggml") or 0 < record["calibration_tokens"] < 32768:
             kl = f"{record['divergence']:.4f} ± {record['divergence_error']:.4f}"
             perplexity = f"{record['perplexity']:.2f} ± {record['perplexity_error']:.2f}"
             bits, tokens = f"{record['bits_per_weight']:.2f}", str(record["calibration_tokens"])
@@ -932,6 +934,7 @@ MOST = "q4_0,u4b8:128,q8_0,q4_k,mxfp4,fp4:32,q4_1,q5_0,q5_1,nvfp4"
 XEON = f"{NEOVERSE} {ROWS_OF_M} --peers onnxruntime"
 GPU = "python -m benchmarks.cuda_products --json FILE"
 SWEEP = "python -m benchmarks.sweep --calibrate FILE --llama-quantize PATH --imatrix FILE"
+OFF_THE_GRID = SWEEP.replace("sweep", "sweep --off-the-grid")
 QUALITY = "python -m benchmarks.quality --ggml FOLDER"
 METAL = "python -m benchmarks.metal_profile --json FILE"
 LLM = "python -m benchmarks.llm_speed --threads 2 --json FILE"
@@ -1074,10 +1077,10 @@ TABLES: Mapping[str, Table] = {
     "quality-range": Table("quality.json", divergences),
     "quality-tuned": Table("quality.json", tuned),
     "quality-elsewhere": Table("in_llama_cpp.json", elsewhere, "python -m benchmarks.in_llama_cpp FILE... --json FILE"),
-    "sweep": Table(
-        "sweep.json", sweep, "python -m benchmarks.sweep --calibrate FILE --llama-quantize PATH --imatrix FILE"
-    ),
+    "sweep": Table("sweep.json", sweep, SWEEP),
     "sweep-original": Table("sweep.json", swept),
+    "sweep-off-the-grid": Table("sweep_off_the_grid.json", sweep, OFF_THE_GRID),
+    "sweep-off-the-grid-original": Table("sweep_off_the_grid.json", swept),
     "quality-plan": Table("quality.json", plan),
     "mixture-bits": Table("mixture_bits.json", mixture, "python -m benchmarks.mixture_bits --json FILE"),
     "activations-kl": Table("activations.json", activation_rounding, "python -m benchmarks.activations --json FILE"),

@@ -6,8 +6,8 @@ function of the scale has many local minima, so we try a grid of factors around 
 the format can store, and then the least-squares scale for the codes that won. Everything is vectorised over
 groups (rows); the caller keeps the plain result for every group that did not improve.
 
-With an importance for each column, one pass over the grid finds both winners, that of the squared error and that of
-the weighted one: rounding is what takes the time, and it is the same for both.
+With an importance for each column there are two winners, that of the squared error and that of the weighted one. For
+scales alone, one pass over the grid finds both: rounding is what takes the time, and it is the same for both.
 
 This is the oracle, and what runs for foreign elements and for arrays on a device. For arrays in CPU memory the CPU
 engine provides :class:`SearchKernels`, which return the same bits: each operation is rounded once, in the order
@@ -294,8 +294,13 @@ def scale_factors(element: Element) -> list[float]:
 
 @cache
 def range_factors(element: Element) -> list[float]:
-    """The grid for a range that a minimum and a scale share out."""
-    return list(np.linspace(0.5 if element.bits < 4 else 0.7, 1.05, 12))
+    """The grid of scales for a range that has a minimum, too: a few steps fewer or more across it.
+
+    Even entries keep the lower end of the range on a level, odd ones the upper end. With many levels a step fewer
+    costs little, and one more clips.
+    """
+    steps = 2**element.bits - 1
+    return list(steps / (steps + np.linspace(-0.5 * steps**0.5, 1.5, 12)))
 
 
 @cache
@@ -357,19 +362,20 @@ class Search(NamedTuple):
             if self.thorough:
                 yield from ((representable(start * np.float32(factor)),) for factor in scale_factors(element))
 
-        def opposite() -> Iterator[tuple[Floats]]:
-            if self.thorough:
+        def opposite(importance: Floats | None) -> Iterator[tuple[Floats]]:
+            if self.thorough and importance is not None:
                 yield from ((representable(start * np.float32(factor)),) for factor in opposite_factors(element))
 
-        return [scale for (scale,) in self._best(grid(), opposite(), difference, fit)]
+        return [scale for (scale,) in self._best(grid(), opposite, difference, fit)]
 
     def scale_and_minimum(
         self, w: Floats, element: Element, scale: Floats, minimum: Floats, representable: RepresentablePair
     ) -> list[Pair]:
         """The same for pairs (scale, minimum), with values code * scale + minimum.
 
-        Candidates shrink the range of the codes about its middle; each is then fitted to its codes by least squares,
-        in both unknowns, twice.
+        Candidates have finer or coarser steps from one end of the range, in turns. Each is fitted to its codes by
+        least squares, in both unknowns, and the winner once more. With an importance, both errors have fits of their
+        own.
         """
         kernels = kernels_for(w)
         native = kernels.scales(self, w, element, (scale, minimum), representable) if kernels is not None else None
@@ -399,36 +405,35 @@ class Search(NamedTuple):
             least = (w_sum - fitted * code_sum) / total
             return representable(np.where(solvable, fitted, scale), np.where(solvable, least, minimum))
 
-        def grid() -> Iterator[Pair]:
-            yield representable(scale, minimum)
-            for factor in range_factors(element) if self.thorough else ():
-                shrunk = scale * np.float32(factor)
-                yield fit(None, shrunk, minimum + (scale - shrunk) * (top / 2))
+        def grid(importance: Floats | None) -> Iterator[Pair]:
+            for i, factor in enumerate(range_factors(element) if self.thorough else ()):
+                other = scale * np.float32(factor)
+                yield fit(importance, other, minimum + (scale - other) * top if i % 2 else minimum)
 
         ones = np.ones_like(w)
         w_total = dot(w, ones)
-        return [(scale, minimum) for scale, minimum in self._best(grid(), (), difference, fit)]
+        start = representable(scale, minimum)
+        return [(scale, minimum) for scale, minimum in self._best([start], grid, difference, fit)]
 
     def _best(
         self,
-        candidates: Iterable[Values],
-        further: Iterable[Values],
+        shared: Iterable[Values],
+        own: Callable[[Floats | None], Iterable[Values]],
         difference: Callable[..., Floats],
         fit: Callable[..., Values],
     ) -> list[Values]:
         """The winners among candidates and what fits their codes better, one for each of :attr:`parts`.
 
-        further: candidates for the weighted error only.
+        shared: candidates for all parts. own: further ones for the part with that importance.
         """
         bests = [_Best(part.importance) for part in self.parts]
-        for values in candidates:
+        for values in shared:
             wrong = difference(*values)
             for best in bests:
                 best.consider(values, wrong)
-        if self.importance is not None:
-            for values in further:
-                bests[-1].consider(values, difference(*values))
         for best in bests:
+            for values in own(best.importance):
+                best.consider(values, difference(*values))
             fitted = fit(best.importance, *best.values)
             best.consider(fitted, difference(*fitted))
         return [best.values for best in bests]

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from llm_models import Small, write_model
 
@@ -52,11 +53,13 @@ def test_llama_cpp_s_program_is_another_row(model):
     program.write_text(f'#!/bin/sh\n[ "$1 $4" = "--allow-requantize Q4_0" ] && cp {theirs} "$3"\n')
     program.chmod(0o755)
     flags = argparse.Namespace(
-        formats=[], methods=[], bits=[], mixes=["Q4_0"], llama_quantize=program, imatrix=None, device="cpu"
+        formats=[], methods=["mse"], bits=[], mixes=["Q4_0"], llama_quantize=program, imatrix=None, device="cpu"
     )
     [case] = sweep.cases(flags)
     flags.imatrix = Path("imatrix.gguf")
     assert [case["method"] for case in sweep.cases(flags)] == ["plain", "imatrix"]
+    flags.methods = ["weighted"]
+    assert [case["method"] for case in sweep.cases(flags)] == ["imatrix"]
     reference = load(model, device="cpu", progress=False)
     truth = Truth(reference, reference.tokenizer.encode(TEXT, special=False)[:100])
     record = sweep.measured(case, sweep.write(case, model, model.parent, flags), truth, "cpu")
@@ -84,3 +87,37 @@ def test_mixes_and_plans_are_quantized_as_by_the_commands(model, monkeypatch):
     expected = model.parent / "expected.gguf"
     bf.quantize_checkpoint(model, expected, "Q4_K_M", calibrate=text, progress=False)
     assert mixed.read_bytes() == expected.read_bytes()
+
+
+def test_off_the_grid_no_weight_is_where_it_was(tmp_path):
+    """Matrices of layers become float16, half a step away at most. The embedding stays as it is."""
+    write_model(tmp_path / "model.gguf", Small(quantization="Q4_1"))
+    made = sweep.without_grid(tmp_path / "model.gguf", tmp_path)
+    assert sweep.without_grid(tmp_path / "model.gguf", tmp_path) == made
+    before, after = bf.open_checkpoint(tmp_path / "model.gguf"), bf.open_checkpoint(made)
+    assert [*before] == [*after]
+    name = "blk.0.ffn_down.weight"
+    w, noisy = bf.dequantize(before[name]), np.asarray(after[name])
+    assert noisy.dtype == np.float16
+    step = np.repeat(before[name].planes["scale"].astype(np.float32), 32, axis=1)
+    assert 0.2 < (np.abs(noisy - w) / step).mean() < 0.3
+    np.testing.assert_array_equal(
+        after["token_embd.weight"].planes["codes"], before["token_embd.weight"].planes["codes"]
+    )
+    assert load(made, device="cpu", progress=False).decoder.tensors.bits_per_weight == 16
+
+
+def test_a_tuned_file_of_the_folder_is_not_tuned_again(model, monkeypatch):
+    def tune(source, out, **settings):
+        assert not Path(out).exists()
+        bf.quantize_checkpoint(model, out, "q8_0", method="rtn", progress=False)
+        tuned.append(Path(source).name)
+
+    tuned: list[str] = []
+    monkeypatch.setattr(bf, "tune_checkpoint", tune)
+    flags = argparse.Namespace(calibrate=str(model.parent / "text.txt"), device="cpu")
+    bf.quantize_checkpoint(model, model.parent / "q4_0-gptq.gguf", "q4_0", method="rtn", progress=False)
+    for _ in range(2):
+        out = sweep.write({"by": "billfish", "format": "q4_0", "method": "tune"}, model, model.parent, flags)
+        assert out.name == "tuned-q4_0-gptq.gguf"
+    assert tuned == ["q4_0-gptq.gguf"]

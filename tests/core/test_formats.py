@@ -99,10 +99,11 @@ def test_representable_weights_survive_a_round_trip(format, data):
 
 @FORMATS
 def test_quantizing_what_is_representable_does_not_move_it(format):
-    w = bf.dequantize(bf.quantize(gaussian((16, 4 * max(64, format.block_size))), format))
+    source = gaussian((16, 4 * max(64, format.block_size)))
+    w = bf.dequantize(bf.quantize(source, format))
     moved = np.abs(bf.dequantize(bf.quantize(w, format, method="mse")) - w)
     # Where the scale is found again the weights are exact; a block may find another that is nearly as good.
-    assert np.mean(moved == 0) > 0.3
+    assert np.mean(moved**2) <= 0.1 * np.mean((w - source) ** 2)
     assert moved.max() <= 0.2 * np.abs(w).max()
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,11 +12,13 @@ from cases import diagonal
 from common import assert_same_planes, gaussian, options_of, student_t
 from device_array_support import assert_as_good, fetched, on_device, storable_weights_of
 from foreign_formats import FOREIGN
+from vectors.make_ggml_vectors import reference_imatrix, reference_matrices
 
 import billfish as bf
 from billfish.core.format import Format
 from billfish.core.search import Search
 
+GGML = json.loads((Path(__file__).parents[1] / "support" / "vectors" / "ggml.json").read_text())["formats"]
 FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
 SEARCHES = ("rtn", "mse")
 METHODS = pytest.mark.parametrize("method", SEARCHES)
@@ -92,6 +97,23 @@ def test_nearly_the_best_of_all_scales(name):
     assert np.median(found / best) <= 1.25
 
 
+WITH_IMATRIX = {name: entry["mean_weighted_error"] for name, entry in GGML.items() if "values" in entry}
+
+
+@pytest.mark.parametrize(("name", "label"), diagonal(2, WITH_IMATRIX, ("gaussian", "student_t4")))
+def test_no_more_error_than_ggml_with_the_same_imatrix(name, label):
+    w, imatrix = reference_matrices()[label], reference_imatrix()
+    found = weighted_errors(w, bf.quantize(w, name, importance=imatrix), imatrix).sum() / w.size
+    assert found < WITH_IMATRIX[name][label]
+
+
+@pytest.mark.parametrize("importance", [None, importance_of(512)], ids=["squared", "weighted"])
+def test_values_of_q4_1_are_exact_in_q5_1(importance):
+    """Half the scale, and even codes: llama.cpp finds them, too."""
+    w = bf.dequantize(bf.quantize(student_t((32, 512), 8), "q4_1", method="rtn"))
+    np.testing.assert_array_equal(bf.dequantize(bf.quantize(w, "q5_1", importance=importance)), w)
+
+
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
 def test_the_best_of_all_powers_of_two(name):
     format, w, importance = bf.get_format(name), student_t((40, 32), 4), importance_of(32, 5)
@@ -131,12 +153,12 @@ def test_no_importance_at_all_is_as_without(format, method):
 
 @FORMATS
 def test_columns_without_importance_are_harmless(format):
-    """Half of each group, and all groups of the second half: at worst, a weight is clipped as the grid clips."""
+    """Half of each group, and all groups of the second half: at worst, a weight is clipped to the others' range."""
     w, importance = gaussian((8, 512)), np.ones(512, np.float32)
     importance[::2] = 0
     importance[256:] = 0
     wrong = bf.dequantize(bf.quantize(w, format, importance=importance)) - w
-    assert np.abs(wrong).max() <= 0.5 * np.abs(w).max()
+    assert np.abs(wrong).max() <= 0.6 * np.abs(w).max()
 
 
 def test_rows_do_not_depend_on_their_neighbours():

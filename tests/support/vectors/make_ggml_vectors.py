@@ -4,7 +4,8 @@
     python tests/support/vectors/make_ggml_vectors.py   # rewrites tests/support/vectors/ggml.json
 
 For every block type: a few rows, their blocks as ggml quantizes them and the values as ggml decodes those (hex, little
-endian), and the mean squared error of ggml's quantizer on the two matrices of `reference_matrices`.
+endian), and the mean squared error of ggml's quantizer on the two matrices of `reference_matrices`, without and with an
+imatrix.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ def reference_matrices() -> dict[str, np.ndarray]:
     }
 
 
+def reference_imatrix() -> np.ndarray:
+    """Mean squares of the inputs of `reference_matrices`: a few columns are much larger than the others."""
+    return np.exp(np.random.default_rng(20261119).standard_normal(1024)).astype(np.float32)
+
+
 def sample_rows() -> np.ndarray:
     """Rows [4, 256] with the cases that quantizers get wrong: zeros, one spike, all equal, mixed sizes."""
     rows = np.random.default_rng(7).standard_normal((4, 256)).astype(np.float32)
@@ -69,7 +75,7 @@ class Ggml:
         int64, pointer = ctypes.c_int64, ctypes.c_void_p
         self.library.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, int64, int64, int64, pointer]
 
-    def quantize(self, name: str, rows: np.ndarray) -> np.ndarray:
+    def quantize(self, name: str, rows: np.ndarray, imatrix: np.ndarray | None = None) -> np.ndarray:
         number, weights, size, c_name = TYPES[name]
         blocks = np.zeros((len(rows), rows.shape[1] // weights * size), np.uint8)
         if name == "q8_1":  # an activation type: it has no chunk quantizer
@@ -77,8 +83,9 @@ class Ggml:
             row.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
             row(rows.ctypes.data, blocks.ctypes.data, rows.size)
         else:
+            weights_of_columns = None if imatrix is None else imatrix.ctypes.data
             self.library.ggml_quantize_chunk(
-                number, rows.ctypes.data, blocks.ctypes.data, 0, len(rows), rows.shape[1], None
+                number, rows.ctypes.data, blocks.ctypes.data, 0, len(rows), rows.shape[1], weights_of_columns
             )
         return blocks
 
@@ -111,6 +118,11 @@ def main() -> None:
             entry["values"] = values.tobytes().hex()
             entry["mean_squared_error"] = {
                 label: float(np.mean((w - ggml.dequantize(name, ggml.quantize(name, w))).astype(np.float64) ** 2))
+                for label, w in reference_matrices().items()
+            }
+            imatrix = reference_imatrix()
+            entry["mean_weighted_error"] = {
+                label: float(np.mean(imatrix * (w - ggml.dequantize(name, ggml.quantize(name, w, imatrix))) ** 2.0))
                 for label, w in reference_matrices().items()
             }
     path = Path(__file__).with_name("ggml.json")

@@ -136,13 +136,13 @@ template <class Element, bool MINIMUM, bool WEIGHTED> struct RowSearch : RowFit<
   using Fit = RowFit<Element, MINIMUM>;
   using Fit::s, Fit::element, Fit::row, Fit::importance, Fit::shifted, Fit::storable;
 
-  // Squared and weighted.
-  void errors(Pair pair, float* error) const {
+  // The squared error, the weighted one, or both.
+  template <bool SQUARED, bool BY_IMPORTANCE> void errors(Pair pair, float* error) const {
     const Reals scale = reals(pair.scale), minimum = reals(pair.minimum), inverse = reals(reciprocal(pair.scale));
-    sum_lanes<WEIGHTED ? 2 : 1>(s.length, [&](int64_t at, Reals* p) INLINED {
+    sum_lanes<SQUARED + BY_IMPORTANCE>(s.length, [&](int64_t at, Reals* p) INLINED {
       const Reals x = shifted(at, minimum), wrong = element.round(x * inverse) * scale - x;
       p[0] = wrong * wrong;
-      if constexpr (WEIGHTED) p[1] = p[0] * load_reals(importance + at);
+      if constexpr (BY_IMPORTANCE) p[SQUARED] = p[0] * load_reals(importance + at);
     }, error);
   }
 
@@ -150,30 +150,35 @@ template <class Element, bool MINIMUM, bool WEIGHTED> struct RowSearch : RowFit<
     const float scale = s.scale[row], minimum = MINIMUM ? s.minimum[row] : 0;
     const Pair start = storable(scale, minimum);
     float first[2];
-    errors(start, first);
+    errors<true, WEIGHTED>(start, first);
     Best plain{start, first[0]}, weighted{start, first[WEIGHTED]};
-    auto consider = [&](Pair candidate, bool both) INLINED {
-      float error[2];
-      errors(candidate, error);
-      if (both) plain.consider(candidate, error[0]);
-      if constexpr (WEIGHTED) weighted.consider(candidate, error[1]);
-    };
-    for (int64_t i = 0; i < s.factor_count; i++) {
-      const float other = scale * s.factors[i];
-      if constexpr (MINIMUM) consider(Fit::template fitted<false>(other, minimum + (scale - other) * (s.element.high / 2)), true);
-      else consider(storable(other, 0), true);
-    }
-    if constexpr (WEIGHTED)
-      for (int64_t i = 0; i < s.further_count; i++) consider(storable(scale * s.further[i], 0), false);
-    if (s.thorough) finish<false>(plain, 0, s.plain_scale, s.plain_minimum);
-    if constexpr (WEIGHTED) finish<true>(weighted, 1, s.weighted_scale, s.weighted_minimum);
+    if constexpr (!MINIMUM)
+      for (int64_t i = 0; i < s.factor_count; i++) {
+        const Pair candidate = storable(scale * s.factors[i], 0);
+        float error[2];
+        errors<true, WEIGHTED>(candidate, error);
+        plain.consider(candidate, error[0]);
+        if constexpr (WEIGHTED) weighted.consider(candidate, error[1]);
+      }
+    if (s.thorough) finish<false>(plain, s.plain_scale, s.plain_minimum);
+    if constexpr (WEIGHTED) finish<true>(weighted, s.weighted_scale, s.weighted_minimum);
   }
 
-  template <bool WITH> void finish(Best& best, int which, float* scale, float* minimum) const {
-    const Pair fit = Fit::template fitted<WITH>(best.pair.scale, best.pair.minimum);
-    float error[2];
-    errors(fit, error);
-    best.consider(fit, error[which]);
+  // Candidates for one of the two errors alone, and what fits the codes of the winner. WITH: by importance.
+  template <bool WITH> void finish(Best& best, float* scale, float* minimum) const {
+    auto consider = [&](Pair candidate) INLINED {
+      float error;
+      errors<!WITH, WITH>(candidate, &error);
+      best.consider(candidate, error);
+    };
+    if constexpr (MINIMUM)
+      for (int64_t i = 0; i < s.factor_count; i++) {
+        const float other = s.scale[row] * s.factors[i], least = s.minimum[row];
+        consider(Fit::template fitted<WITH>(other, i % 2 ? least + (s.scale[row] - other) * s.element.high : least));
+      }
+    else if constexpr (WITH)
+      for (int64_t i = 0; i < s.further_count; i++) consider(storable(s.scale[row] * s.further[i], 0));
+    consider(Fit::template fitted<WITH>(best.pair.scale, best.pair.minimum));
     scale[row] = best.pair.scale;
     if constexpr (MINIMUM) minimum[row] = best.pair.minimum;
   }
