@@ -20,9 +20,9 @@ class Prepared {
       integers = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks, digits_, level.lanes(w, m, digits_, span), span, nullptr, nullptr};
       integers.start_stride = level.start_stride(w, integers);
       const size_t all = size_t(integers.bundles() * blocks), rows = all * size_t(integers.lanes);
-      codes_.resize((rows + size_t(integers.lanes)) * size_t(digits_) * 32 + 64), scale_.resize(rows * 2 + 4), totals_.resize(rows * 3 + 4), power_.resize(size_t(m));
+      codes_.resize((rows + size_t(integers.lanes)) * size_t(digits_) * 32 + 64 + LINE), scale_.resize(rows * 2 + 4), totals_.resize(rows * 3 + 4), power_.resize(size_t(m));
       sums_.resize(rows * 3 * size_t(integers.parts()) + 4), starts_.resize(all * size_t(integers.start_stride) + 128);
-      integers.codes = codes_.data(), integers.scale = scale_.data(), integers.totals = totals_.data();
+      integers.codes = at_line(codes_.data()), integers.scale = scale_.data(), integers.totals = totals_.data();
       integers.sums = sums_.data(), integers.starts = starts_.data(), integers.power = power_.data();
       if (digits_ == EXACT_DIGITS) wide_.resize(rows), integers.wide = wide_.data(), values_.resize(rows * BLOCK), integers.rest = values_.data();
     } else {
@@ -76,6 +76,10 @@ class Prepared {
   ActivationsExact exact{};
 
  private:
+  // Large vectors begin 16 bytes after a line. Half of the rows of a tile register would then lie in two.
+  static constexpr size_t LINE = 64;
+  static int8_t* at_line(int8_t* p) { return p + (LINE - reinterpret_cast<uintptr_t>(p) % LINE) % LINE; }
+
   template <class... Vectors> static size_t bytes_of(const Vectors&... all) { return (... + (all.capacity() * sizeof(all[0]))); }
 
   const Level* level_ = nullptr;

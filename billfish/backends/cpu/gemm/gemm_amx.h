@@ -2,8 +2,9 @@
 //
 // Slices, scales and the order of all roundings are those of many8.h, so the bits are the same too. An integer sum ends where a scale does, with
 // most formats after 32 k: then the rows of a tile register are half full, and the float32 steps take longer than the product, 16 cycles. After
-// an instruction of AMX, the second port for float32 of 64 bytes rests for some 100 cycles, so long runs of either gain nothing, and
-// the sums of a group are made while vectors scale and add those of the group before.
+// an instruction of AMX, port 5 takes no float32 operation of 64 bytes for some 100 cycles, so 32 FMA for 16 rows take 32 cycles on port 0, and what
+// can be an integer operation is one. Long runs of either gain nothing: the sums of a group are made while vectors scale and add those of
+// the group before. docs/notes/2026-11-20-cpu-amx.md counts.
 #pragma once
 #include "gemm/sums8.h"
 
@@ -28,6 +29,10 @@ inline void join_blocks(const Activations8& x, int64_t first, int64_t last, int6
         for (int half = 0; half < 2; half++) std::memcpy(codes + t * 64 + half * 32, &halves[half][t], 32);
     }
 }
+
+// The most chunks of a slice. Each slice loads and stores the totals of all rows, which a single chunk is not worth: with 576 columns, SmolLM2's, it took a
+// tenth of the time.
+constexpr int CHUNKS = SLICE + 1;
 
 // ---- W --------------------------------------------------------------------------------------------------------------
 
@@ -70,16 +75,17 @@ template <int DIGITS> struct alignas(64) TileSums {
   int32_t digit[DIGITS][AMX_LANES][LANES];
 };
 
-// total += sums * scales, for 16 rows of x, with the roundings of add_buffered. `scales` is at a row vector of GroupScales::scale; one pointer for all
-// three, because registers are scarce.
-template <bool MAGIC, bool MINIMUMS, int DIGITS>
+// total += sums * scales, for rows of x [FIRST, LAST) of 16, with the roundings of add_buffered. `scales` is at a row vector of GroupScales::scale; one
+// pointer for all three, because registers are scarce.
+template <bool MAGIC, bool MINIMUMS, int FIRST, int LAST, int DIGITS>
 INLINED inline void add_sums(Floats (&total)[AMX_LANES], const TileSums<DIGITS>& sums, const float* scales, const float* x_scales, const float* x_totals) {
   constexpr int OFFSET = offsetof(GroupScales, offset) / sizeof(float), MINIMUM = offsetof(GroupScales, minimum) / sizeof(float);
   const Floats scale = load_floats(scales), minimum = MINIMUMS ? load_floats(scales + MINIMUM) : scale;
   const auto sum_of = [&](int digit, int t) INLINED { return Ints{load_bytes(reinterpret_cast<const uint8_t*>(sums.digit[digit][t]))}; };
-  repeat<AMX_LANES>([&](int t) INLINED {
+  repeat<LAST - FIRST>([&](int i) INLINED {
+    const int t = FIRST + i;
     Ints sum = sum_of(0, t);
-    if constexpr (DIGITS == 2) sum = add(shift_left<8>(sum), sum_of(1, t));
+    if constexpr (DIGITS == 2) sum = add(times_256(sum), sum_of(1, t));
     const Floats x_scale = splat(x_scales[t]);
     if constexpr (MAGIC) total[t] = multiply_add(total[t], scale_sum<true>(add(sum, splat_int(SUM_START)), scale, scales + OFFSET), x_scale);
     else total[t] = multiply_add(total[t], multiply(to_floats(sum), x_scale), scale);
@@ -142,46 +148,57 @@ template <int DIGITS, Reach REACH> struct NextGroup {
       multiply_tiles<SUMS, 4 + ODD, 6 + ODD>();
     }
   }
-  template <int ODD> INLINED static void store(TileSums<DIGITS>& sums) {
-    store_tile<ODD * DIGITS>(sums.digit[0]);
-    if constexpr (DIGITS == 2) store_tile<ODD * DIGITS + 1>(sums.digit[1]);
+  template <int ODD, int DIGIT> INLINED static void store(TileSums<DIGITS>& sums) {
+    if constexpr (DIGIT < DIGITS) store_tile<ODD * DIGITS + DIGIT>(sums.digit[DIGIT]);
   }
 };
 
 // Adds blocks of a tile, whose codes are in a buffer, times rows of x [first_row, last_row), whole bundles, to sums [rows][TILE_ROWS].
 //
 // A group takes four steps: its operands are loaded, multiplied, the sums stored, and scaled and added. Each step runs beside the next step of the group
-// before, also from one row vector or bundle of rows to the next.
+// before, also from one row vector or bundle of rows to the next. A product takes 52 cycles, longer than all other steps of a group, so its sums are
+// stored amid the float32 steps that come after the next product.
 template <int DIGITS, Reach REACH, bool MAGIC, bool MINIMUMS>
 KERNEL void add_tiles(const Blocks& run, const GroupScales* scales, const Activations8& x, int64_t first_row, int64_t last_row, float* sums) {
   using Next = NextGroup<DIGITS, REACH>;
   constexpr int HALVES = Next::HALVES;
-  const int step = REACH == Reach::blocks ? x.span : 1, shift = __builtin_ctz(unsigned(run.span));
+  const int step = REACH == Reach::blocks ? x.span : 1, shift = __builtin_ctz(unsigned(run.span)), pair_blocks = HALVES == 2 ? 1 : 2 * step;
   const int64_t groups = HALVES * ((run.count + step - 1) / step), at = x.block_of(first_row, run.first);
   const int8_t* codes = x.codes + at * DIGITS * Next::X_BYTES;
   Next next{run.stream, run.stream, codes, codes, run.count, (groups + 1) / 2 * 2, x.blocks * DIGITS * Next::X_BYTES, step, (last_row - first_row + AMX_LANES - 1) / AMX_LANES, 0, 0, {}};
   TileSums<DIGITS> made[2];
   const float *bundle_scales = x.scale + at * 2 * AMX_LANES, *bundle_totals = x.totals + at * 3 * AMX_LANES;
   const int64_t bundles = next.bundles, blocks = x.blocks;
-  next.template load<0>(), next.template multiply<0>(), next.template load<1>(), Next::template store<0>(made[0]), next.template multiply<1>(), next.template load<0>();
+  const float* group_scales[CHUNKS * 16];  // a look-up: shifts by a variable and multiplications take as long as three rows
+  for (int64_t group = 0; group < groups; group++) group_scales[group] = scales[(group / HALVES * step >> shift) * HALVES + group % HALVES].scale;
+  next.template load<0>(), next.template multiply<0>(), next.template load<1>(), Next::template store<0, 0>(made[0]), Next::template store<0, 1>(made[0]), next.template multiply<1>(), next.template load<0>();
   for (int64_t bundle = 0; bundle < bundles; bundle++, bundle_scales += blocks * 2 * AMX_LANES, bundle_totals += blocks * 3 * AMX_LANES)
     for (int vector = 0; vector < ROW_VECTORS; vector++) {
       float* own = sums + bundle * AMX_LANES * TILE_ROWS + vector * LANES;
       Floats total[AMX_LANES];
       repeat<AMX_LANES>([&](int t) INLINED { total[t] = load_floats(own + t * TILE_ROWS); });
-      const auto add_group = [&](auto odd, int64_t group) INLINED {
-        constexpr int ODD = decltype(odd)::value;
-        const int64_t block = group / HALVES * step;
-        const int half = HALVES == 2 ? ODD : 0;
-        add_sums<MAGIC, MINIMUMS>(total, made[ODD], scales[(block >> shift) * HALVES + half].scale + vector * LANES, bundle_scales + block * 2 * AMX_LANES,
-                                  bundle_totals + (block * 3 + (HALVES == 2 ? half : 2)) * AMX_LANES);
+      const float *x_scales = bundle_scales, *x_totals = bundle_totals + (HALVES == 2 ? 0 : 2) * AMX_LANES;
+      const auto add_group = [&](auto odd, auto first, int64_t group) INLINED {
+        constexpr int ODD = decltype(odd)::value, FIRST = decltype(first)::value;
+        const int64_t blocks_on = HALVES == 2 ? 0 : ODD * step, halves_on = HALVES == 2 ? ODD : 0;
+        add_sums<MAGIC, MINIMUMS, FIRST, FIRST + AMX_LANES / 2>(total, made[ODD], group_scales[group] + vector * LANES, x_scales + blocks_on * 2 * AMX_LANES,
+                                                                x_totals + (blocks_on * 3 + halves_on) * AMX_LANES);
       };
-      int64_t group = 0;
-      for (; group < groups; group += 2) {
-        Next::template store<1>(made[1]), next.template multiply<0>(), next.template load<1>();
-        add_group(std::integral_constant<int, 0>{}, group);
-        Next::template store<0>(made[0]), next.template multiply<1>(), next.template load<0>();
-        if (group + 1 < groups) add_group(std::integral_constant<int, 1>{}, group + 1);
+      constexpr std::integral_constant<int, 0> even, first_half;
+      constexpr std::integral_constant<int, 1> odd;
+      constexpr std::integral_constant<int, AMX_LANES / 2> second_half;
+      for (int64_t group = 0; group < groups; group += 2) {
+        next.template multiply<0>(), next.template load<1>();
+        add_group(even, first_half, group);
+        Next::template store<1, 0>(made[1]);
+        add_group(even, second_half, group);
+        Next::template store<1, 1>(made[1]);
+        next.template multiply<1>(), next.template load<0>();
+        if (group + 1 < groups) add_group(odd, first_half, group + 1);
+        Next::template store<0, 0>(made[0]);
+        if (group + 1 < groups) add_group(odd, second_half, group + 1);
+        Next::template store<0, 1>(made[0]);
+        x_scales += pair_blocks * 2 * AMX_LANES, x_totals += pair_blocks * 3 * AMX_LANES;
       }
       repeat<AMX_LANES>([&](int t) INLINED { store_floats(own + t * TILE_ROWS, total[t]); });
     }
@@ -205,15 +222,15 @@ constexpr int64_t X_PANEL_BYTES = 1 << 20;  // half of the second-level cache of
 inline void multiply_in_tiles(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
   const DecodeSigned decode_slice = signed_decoder(w);
   const TilesKernel add_slice = has_minimum(w.scales) ? tiles_kernel<true>(w, x) : tiles_kernel<false>(w, x);
-  alignas(64) uint8_t bytes[(SLICE * 8 + 1) * Whole::block_bytes];  // a last block without another is read with what follows
-  GroupScales scales[SLICE * 16];
+  alignas(64) uint8_t bytes[(CHUNKS * 8 + 1) * Whole::block_bytes];  // a last block without another is read with what follows
+  GroupScales scales[CHUNKS * 16];
   auto decode = [&](const TileShape& shape, Blocks& run) {
     read_scales<true>(w, shape, run.stream, run.count, scales, -SUM_OFFSET, 1);
     decode_slice(w, run, bytes);
     run.stream = bytes;
   };
   const TileRegisters registers(tile_shapes(reach_of(w, x.span)));
-  multiply_slices(w, x, bias, y, first, last, decode, [&](const Blocks& run, int64_t first_row, int64_t last_row, float* sums) { add_slice(run, scales, x, first_row, last_row, sums); }, X_PANEL_BYTES);
+  multiply_slices(w, x, bias, y, first, last, decode, [&](const Blocks& run, int64_t first_row, int64_t last_row, float* sums) { add_slice(run, scales, x, first_row, last_row, sums); }, X_PANEL_BYTES, CHUNKS - SLICE);
 }
 
 // ---- the machine ----------------------------------------------------------------------------------------------------

@@ -51,9 +51,12 @@ inline void write_tile(const float* sums, float factor, const float* power, cons
 // Chunks that are handled together: what they become when decoded takes 16 KiB, a quarter of a first-level cache.
 constexpr int SLICE = std::max(1, 16384 / (8 * Whole::block_bytes));
 
-// Runs of chunks, `slice` at a time: f(number of the first chunk, blocks in all).
-template <class F> void each_slice(const TileShape& shape, int64_t slice, F&& f) {
-  for (int64_t chunk = 0; chunk < shape.chunks; chunk += slice) f(chunk, std::min<int64_t>(slice * 8, shape.blocks - chunk * 8));
+// Runs of chunks, `slice` at a time, and up to `more` in the last one: f(number of the first chunk, blocks in all).
+template <class F> void each_slice(const TileShape& shape, int64_t slice, F&& f, int64_t more = 0) {
+  for (int64_t chunk = 0, count; chunk < shape.chunks; chunk += count) {
+    count = shape.chunks - chunk <= slice + more ? shape.chunks - chunk : slice;
+    f(chunk, std::min(count * 8, shape.blocks - chunk * 8));
+  }
 }
 
 inline Blocks blocks_in_stream(const Weights& w, const TileShape& shape, int64_t tile, int64_t chunk, int64_t blocks) {
@@ -63,8 +66,9 @@ inline Blocks blocks_in_stream(const Weights& w, const TileShape& shape, int64_t
 
 // Many rows of x, in panels of up to `panel_bytes` of codes. For every slice of a tile, decode(shape, run) may put its blocks into a buffer and run to it;
 // then add(run, first_row, last_row, sums) adds them times these rows of x to sums [rows][TILE_ROWS]. There is room for whole bundles.
+// more: see each_slice.
 template <class Decode, class Add>
-void multiply_slices(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last, Decode decode, Add add, int64_t panel_bytes) {
+void multiply_slices(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last, Decode decode, Add add, int64_t panel_bytes, int64_t more = 0) {
   // At least 32 rows share the decoding of a slice, which is then 1/8 of it for every four. The float32 sums of 256 rows take 16 KiB for a tile
   // of 16, as much of the first-level cache as a decoded slice.
   const int64_t together = std::max<int64_t>(MANY_TOGETHER, x.lanes), most = std::clamp<int64_t>(panel_bytes / std::max<int64_t>(w.k * x.digits, 1) / together * together, 32, 256);
@@ -81,7 +85,7 @@ void multiply_slices(const Weights& w, const Activations8& x, const float* bias,
         decode(shape, run);
         run.ahead = blocks_in_stream(w, shape, tile, chunk + SLICE, 0).stream;
         add(run, first_row, last_row, sums);
-      });
+      }, more);
       write_tile(sums, w.factor, x.power, bias, w.n, tile, first_row, last_row, y);
     }
   }

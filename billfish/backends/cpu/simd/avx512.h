@@ -49,6 +49,11 @@ inline Ints splat_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline Ints add(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline Ints subtract(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 template <int N> Ints shift_left(Ints a) { return {_mm512_slli_epi32(a.v, N)}; }
+// As shift_left<8>, on port 5 instead of port 0, where conversions and products are.
+inline Ints times_256(Ints a) {
+  static constexpr uint8_t FROM[16] = {128, 0, 1, 2, 128, 4, 5, 6, 128, 8, 9, 10, 128, 12, 13, 14};  // 128: a zero
+  return {_mm512_shuffle_epi8(a.v, _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(FROM))))};
+}
 
 struct Activations { const int8_t* p; };
 inline Activations load_activations(const int8_t* p) { return {p}; }
