@@ -427,7 +427,7 @@ class Layers:
             self._sums(layer, step),
         )
         self._observe_step(layer, sums, floats, share)
-        found = {number: known.finish(inputs[number].names[0]) for number, known in sums.items()}
+        found = {number: self._finish(known, inputs[number]) for number, known in sums.items()}
         changed = [number for number in step if formats.keys() & {*inputs[number].names}]
         for number in changed:
             known = self._for_gptq(found[number], inputs[number].names[0], sums[number])
@@ -439,6 +439,15 @@ class Layers:
             self._gpu.take_back()
         summed = {number for number in step if self._calibration.stored(inputs[number]).outer}
         return {i: each if i in summed else replace(each, outer=None, cross=None) for i, each in found.items()}
+
+    def _finish(self, sums: Any, known: Inputs) -> InputStatistics:
+        """The statistics of inputs. X^T X stays on a GPU where GPTQ runs there and the file is without."""
+        name, calibration = known.names[0], self._calibration
+        if calibration.gptq_device == "cpu" or len(known.shape) > 1 or calibration.stored(known).outer:
+            finished: InputStatistics = sums.finish(name)
+        else:
+            finished = sums.finish(name, products=False)
+        return finished
 
     def _for_gptq(self, found: InputStatistics, name: str, sums: Any) -> dict[str, Any]:
         """What `quantize` is told of inputs; where it runs on a GPU, of sums that are there."""
