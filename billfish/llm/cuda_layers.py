@@ -279,13 +279,13 @@ class CudaSums:
                 for name, buffer in found.items()
             }
 
-    def finish(self, name: str) -> InputStatistics:
-        """The statistics; raises for inputs that were not finite."""
+    def finish(self, name: str, products: bool = True) -> InputStatistics:
+        """The statistics; raises for inputs that were not finite. products: whether with X^T X and X^T Y."""
         stream = self._stream.pointer
         with current(self._launcher.ordinal):
             synchronize(stream)
-            outer, cross = self._sums.outer(stream), self._sums.cross(stream)
-            known = InputStatistics(self._sums.squares(stream), np.array(self._count), outer, cross)
+            matrices = (self._sums.outer(stream), self._sums.cross(stream)) if products else (None, None)
+            known = InputStatistics(self._sums.squares(stream), np.array(self._count), *matrices)
         known.check(name)
         return known
 

@@ -8,7 +8,8 @@ their sums are in its memory.
 For sequential GPTQ, two models go side by side: the float one, and one whose matrices are quantized as soon as their
 sums are there. The sums are of the second model's inputs, and of their products with the first one's. A layer takes
 several steps: attention's input, its output, the input of the feed-forward network, what its last matrix multiplies.
-The matrices of a step are quantized before the inputs of the next are computed.
+The matrices of a step are quantized before the inputs of the next are computed. The file then has the quantized
+matrices in place of their inputs' sums, for the export to take them.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from itertools import repeat
 from pathlib import Path
@@ -31,10 +32,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.checkpoints.checkpoint import Checkpoint
+from billfish.checkpoints.entry import Entry
+from billfish.checkpoints.layouts.native import NativeMatrix
+from billfish.checkpoints.names.gguf_names import column_orders, gguf_parts, of_gguf_parts
+from billfish.checkpoints.safetensors_files import open_safetensors
 from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
 from billfish.checkpoints.write.plan import with_mix
 from billfish.checkpoints.write.resumable_writer import Identity, Output, identity, is_current, partial_path, write
 from billfish.checkpoints.write.selection import Quantization
+from billfish.checkpoints.write.target import Item, storage_specs
 from billfish.core.arrays import FLOATS
 from billfish.core.errors import BillfishError, DataError, bad_argument, failure
 from billfish.core.files import path_of, read_text, replacing
@@ -67,7 +73,6 @@ QUANTIZED = "quantized-"  # before a layer, the file of what enters it in the qu
 FLOAT = "float-"  # before an input, the file of what the float model has there in the layer that is calibrated
 # Inputs of a layer, by LayerInput, whose matrices know nothing of each other. Each step depends on those before it.
 STEPS = ((0,), (1,), (2, 4, 6), (3, 5))
-OnQuantized = Callable[[str, QuantizedTensor | QuantizedExperts], object]  # gets a name and what it has become
 EMBEDDING_INPUT = -1  # of the first layer: rows of the embedding, which a model with embeddings per layer multiplies
 
 
@@ -122,10 +127,18 @@ class Calibration:
     formats: Mapping[str, tuple[Format, int]] | None = None  # of the matrices that are quantized layer by layer
     device: str = "cpu"  # or "cuda:N", "metal"
     gptq_device: str = "cpu"  # where they are quantized
+    items: Sequence[Item] = ()  # what an export is to quantize
+    finished: Mapping[str, Item] = field(default_factory=dict)  # matrices that the file has quantized, by GGUF's names
+    summed: frozenset[str] | None = None  # matrices whose inputs' X^T X it has; None: all
 
-    def sequential(self, quantization: Quantization, requantize: bool) -> Calibration | None:
+    def sequential(
+        self, quantization: Quantization, requantize: bool, items: Sequence[Item] = ()
+    ) -> Calibration | None:
         """The same beside a model that is quantized layer by layer; None for models that cannot be run so: an encoder,
-        or one whose layers share keys and values."""
+        or one whose layers share keys and values.
+
+        items: what an export is to quantize. The file has the quantized matrices of those that it can take, in place of
+        their inputs' X^T X and X^T Y."""
         model, source = self.tensors.config, self.tensors.source
         shared = any(isinstance(block.mixer, Attention) and block.mixer.shares is not None for block in model.blocks)
         if shared or model.encoder or model.per_layer_embedding is not None:
@@ -138,7 +151,51 @@ class Calibration:
             if choice is None or (about.format is not None and not requantize) or shape[-1] % choice[0].block_size:
                 continue
             formats[name] = choice[0], choice[0].check_group_size(CALL, choice[1], shape[-1])
-        return replace(self, formats=formats, gptq_device=quantization.gptq_device)
+        finished, summed = self._finished(items, formats.keys()) if items else ({}, None)
+        formats |= {name: (item.format, item.group_size) for name, item in finished.items() if item.format is not None}
+        place = quantization.gptq_device
+        return replace(self, formats=formats, gptq_device=place, items=items, finished=finished, summed=summed)
+
+    def _finished(self, items: Sequence[Item], quantized: Set[str]) -> tuple[dict[str, Item], frozenset[str]]:
+        """By GGUF's names, the matrices that an export takes as they are quantized here, and those that it quantizes
+        itself. It takes matrices of layers that become rows of its tensors: not columns in another order, and not parts
+        of a matrix with one scale for all."""
+        orders, found, others = column_orders(self.tensors.source.tensors), dict[str, Item](), set[str]()
+        in_layers = {name for layer in self.inputs[:-1] for known in layer.values() for name in known.names}
+        together = [(item, gguf_parts(item.name, item.shape, self.tensors.source.fields)) for item in items]
+        for item, names in together:
+            assert item.format is not None
+            specs = item.format.storage_spec(item.n, item.k, item.group_size).values()
+            apart = len(names) > 1 and any(spec.n_axis is None for spec in specs)
+            for name in names:
+                other = found.setdefault(name, item._replace(name=name, shape=self.shapes.get(name, ())))
+                same = (other.format, other.group_size) == (item.format, item.group_size)
+                reordered = name in orders and name != item.name
+                if apart or reordered or not same or name not in quantized or name not in in_layers:
+                    others.add(name)
+        while spread := {n for _, names in together if others & {*names} for n in names} - others:
+            others |= spread  # what becomes one is quantized as one
+        finished = {name: item for name, item in found.items() if name not in others}
+        return finished, frozenset((quantized | found.keys()) - finished.keys())
+
+    def finished_tensors(self, path: Path) -> Checkpoint | None:
+        """The tensors of `items` that a file of these statistics has quantized."""
+        if not self.finished:
+            return None
+        file, stored, _ = open_safetensors(path)
+        found, entries = dict[str, Entry](), dict[str, Entry]()
+        for name, item in self.finished.items():
+            assert item.format is not None
+            parts = {part: stored[f"{name}.{part}"] for part in item.format.storage_names}
+            found[name] = NativeMatrix(name, parts, item.format, item.shape, item.group_size)
+        fields = self.tensors.source.fields
+        for item in self.items:
+            names = gguf_parts(item.name, item.shape, fields)
+            if names and found.keys() >= {*names}:
+                entries[item.name] = of_gguf_parts(item.name, item.shape, {n: found[n] for n in names}, fields)
+        tensors = Checkpoint.of_entries(str(path), entries, {})
+        tensors.files.append(file)
+        return tensors
 
     @classmethod
     def of(
@@ -175,6 +232,7 @@ class Calibration:
         if self.formats is not None:
             content.append({name: (format.name, size) for name, (format, size) in self.formats.items()})
             content.append(self.gptq_device.partition(":")[0])
+            content.append([sorted(self.finished), None if self.summed is None else sorted(self.summed)])
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @functools.cached_property
@@ -199,6 +257,11 @@ class Calibration:
         embedding = parts[0].name == self.tensors.config.embedding.name  # which is more than a head
         return Inputs(names, (*experts, k), self.hessian, self.formats is not None and not experts and not embedding)
 
+    def stored(self, known: Inputs) -> Inputs:
+        """What the file has of inputs."""
+        needed = self.summed is None or known in self.inputs[-1].values() or self.summed & {*known.names}
+        return known if needed else known._replace(outer=False, cross=False)
+
     def steps(self, layer: int) -> list[list[int]]:
         """The inputs of a layer, in the order in which they are computed: those together between which nothing is
         quantized."""
@@ -214,28 +277,31 @@ class Calibration:
 
     @property
     def disk_bytes(self) -> int:
-        """About what the statistics, the states between layers and the inputs of the float model take."""
-        every = [known for layer in self.inputs for known in layer.values()]
-        sums = sum(4 * math.prod(known.shape) * known.shape[-1] * (1 + known.cross) for known in every)
-        rows = max(sum(known.shape[-1] for known in layer.values() if known.cross) for layer in self.inputs)
-        return sums + 4 * self.tokens * (rows + 4 * self.tensors.config.hidden)
+        """About what the file, the states between layers and, without CUDA, the inputs of the float model take."""
+        size, rows = 0, [0]
+        for layer in self.inputs:
+            for known in map(self.stored, layer.values()):
+                size += math.prod(known.shape) * (8 + 4 * known.shape[-1] * (known.outer + known.cross))
+            if not self.device.startswith("cuda"):
+                rows.append(sum(known.shape[-1] for known in layer.values() if known.cross))
+        for item in self.finished.values():
+            size += sum(math.prod(shape) * dtype.itemsize for dtype, shape in storage_specs(item).values())
+        return size + 4 * self.tokens * (max(rows) + 4 * self.tensors.config.hidden)
 
     @property
     def layers(self) -> int:
         return self.tensors.config.layers
 
-    def write(
-        self, out: Path, progress: bool, overwrite: bool | None = None, quantized: OnQuantized | None = None
-    ) -> None:
-        """Compute the statistics, to a file. Killed at any moment, the same call goes on.
-
-        quantized: is told of each matrix that a sequential run quantizes."""
+    def write(self, out: Path, progress: bool, overwrite: bool | None = None) -> None:
+        """Compute the statistics, to a file. Killed at any moment, the same call goes on."""
         with Progress(len(self.inputs), "layers", enabled=progress) as bar:
-            layers = Layers(self, partial_path(Path(os.path.abspath(out))) / "states", bar, quantized)
-            parts = [
-                StatisticsPart(f"layer {i}", tuple(layer.values()), functools.partial(layers.statistics, i))
-                for i, layer in enumerate(self.inputs)
-            ]
+            layers = Layers(self, partial_path(Path(os.path.abspath(out))) / "states", bar)
+            parts = []
+            for i, layer in enumerate(self.inputs):
+                names = {name: None for known in layer.values() for name in known.names if name in self.finished}
+                quantized = (self.finished[n]._replace(load=functools.partial(layers.finished.pop, n)) for n in names)
+                make = functools.partial(layers.statistics, i)
+                parts.append(StatisticsPart(f"layer {i}", (*map(self.stored, layer.values()),), make, (*quantized,)))
             about = About(
                 self.tensors.config.architecture,
                 self.shapes,
@@ -253,13 +319,11 @@ class Calibration:
 
 
 class Layers:
-    """The layers of a model, one after the other, and the hidden states between them.
+    """The layers of a model, one after the other, and the hidden states between them."""
 
-    quantized: is told of each matrix of sequential GPTQ.
-    """
-
-    def __init__(self, calibration: Calibration, room: Path, bar: Progress, quantized: OnQuantized | None) -> None:
-        self._calibration, self._room, self._bar, self._told = calibration, room, bar, quantized
+    def __init__(self, calibration: Calibration, room: Path, bar: Progress) -> None:
+        self._calibration, self._room, self._bar = calibration, room, bar
+        self.finished = dict[str, QuantizedTensor | QuantizedExperts]()  # matrices of the layer, for the file
         self._known: dict[str, dict[str, Any]] = {}  # by which matrices of the layer are quantized: for `quantize`
         self._rounded: dict[str, Tensor | ExpertTensor] = {}  # those that are, as the decoder takes them
         self._quantized = set[int]()  # layers that the decoder has no floats of
@@ -336,6 +400,7 @@ class Layers:
         """Step by step: sums of the quantized model's inputs, then its matrices. Last, what enters the next layer."""
         decoder, inputs, steps = self._decoder, self._calibration.inputs[layer], self._calibration.steps(layer)
         self._known, self._rounded = {}, {}
+        self.finished.clear()
         if layer in self._quantized:
             decoder.read_layer_again(layer)
             self._quantized.remove(layer)
@@ -362,7 +427,7 @@ class Layers:
             self._sums(layer, step),
         )
         self._observe_step(layer, sums, floats, share)
-        found = {number: known.finish(inputs[number].names[0]) for number, known in sums.items()}
+        found = {number: self._finish(known, inputs[number]) for number, known in sums.items()}
         changed = [number for number in step if formats.keys() & {*inputs[number].names}]
         for number in changed:
             known = self._for_gptq(found[number], inputs[number].names[0], sums[number])
@@ -372,7 +437,17 @@ class Layers:
         self._known = {}
         if self._gpu is not None:
             self._gpu.take_back()
-        return found
+        summed = {number for number in step if self._calibration.stored(inputs[number]).outer}
+        return {i: each if i in summed else replace(each, outer=None, cross=None) for i, each in found.items()}
+
+    def _finish(self, sums: Any, known: Inputs) -> InputStatistics:
+        """The statistics of inputs. X^T X stays on a GPU where GPTQ runs there and the file is without."""
+        name, calibration = known.names[0], self._calibration
+        if calibration.gptq_device == "cpu" or len(known.shape) > 1 or calibration.stored(known).outer:
+            finished: InputStatistics = sums.finish(name)
+        else:
+            finished = sums.finish(name, products=False)
+        return finished
 
     def _for_gptq(self, found: InputStatistics, name: str, sums: Any) -> dict[str, Any]:
         """What `quantize` is told of inputs; where it runs on a GPU, of sums that are there."""
@@ -440,8 +515,8 @@ class Layers:
         rounded = quantize(w, format, group_size=group_size, method="gptq", **known)
         if self._gpu is not None:
             self._gpu.take_back()
-        if self._told is not None:
-            self._told(name, rounded)
+        if name in self._calibration.finished:
+            self.finished[name] = rounded
         self._rounded[name] = floats_of(rounded) if self._gpu is None else rounded
         return self._rounded[name]
 
@@ -556,15 +631,15 @@ def calibrated(
     hessian: bool,
     progress: bool,
     device: str,
-    sequential: tuple[Quantization, bool] | None = None,
+    sequential: tuple[Quantization, bool, Sequence[Item]] | None = None,
     suffix: str = "statistics",
-) -> Iterator[Statistics]:
-    """Statistics of the model of a checkpoint, in a file beside `out`. They stay there while the output may be
-    continued: after Ctrl-C, or an error of the system.
+) -> Iterator[tuple[Statistics, Checkpoint | None]]:
+    """Statistics of the model of a checkpoint, and what is quantized with them, in a file beside `out`. They stay there
+    while the output may be continued: after Ctrl-C, or an error of the system.
 
     text: a file, or a bool for the text that the package carries.
-    sequential: how weights are quantized, and whether quantized ones are: layer by layer, with what comes before
-    quantized. An error where the disk has no room for it.
+    sequential: how weights are quantized, whether quantized ones are, and which tensors of the output: layer by layer,
+    with what comes before quantized. An error where the disk has no room for it.
     """
     if not checkpoint.files:
         raise DataError(
@@ -584,7 +659,7 @@ def calibrated(
         path.unlink(missing_ok=True)
         calibration.write(path, progress)
     try:
-        yield Statistics.load(path)
+        yield Statistics.load(path), calibration.finished_tensors(path)
     except BillfishError as error:
         if not isinstance(error.__context__, OSError):  # nothing that the same command continues
             path.unlink(missing_ok=True)
@@ -600,7 +675,7 @@ def _check_room(calibration: Calibration, path: Path) -> None:
         problem = (
             f"GPTQ in order needs {calibration.disk_bytes / 1e9:.1f} GB beside the output; {room / 1e9:.1f} GB are free"
         )
-        raise DataError(failure(CALL, problem, "Make room, or pass --no-sequential (sequential=False): half as much."))
+        raise DataError(failure(CALL, problem, "Free some space, or choose another output."))
 
 
 # ---- the text ----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from billfish.checkpoints.reports import ConversionReport
 from billfish.checkpoints.write.export import check_export, export
 from billfish.checkpoints.write.plan import OutputSettings
 from billfish.checkpoints.write.selection import Quantization, Rule
+from billfish.checkpoints.write.target import Item
 from billfish.core.errors import DataError, FormatError, bad_argument, failure
 from billfish.core.files import path_of
 from billfish.core.format import Format, parse_format
@@ -75,9 +76,9 @@ def quantize_checkpoint(
     :func:`billfish.calibrate_checkpoint`. "gptq" needs X^T X: of statistics that have it, or it is calibrated with
     that text.
     sequential: whether "gptq" quantizes matrix after matrix, each with the inputs that the quantized ones before it
-    give, to compensate their errors. None is True unless there are `statistics`. True needs disk space for twice X^T X,
-    False for half of that; less is an error. Models whose layers share a KV cache, and encoders, are calibrated as with
-    False.
+    give, to compensate their errors. None is True unless there are `statistics`. True needs disk space beside `dst` for
+    the quantized layers, False for X^T X; less is an error. Models whose layers share a KV cache, and encoders, are
+    calibrated as with False.
     device: where the model runs for `calibrate`: "cpu", "cuda", "cuda:N", "metal", or "auto", the first GPU or the CPU.
     "gptq" runs on a "cuda" that is named, if torch is there, else on the CPU.
 
@@ -97,12 +98,13 @@ def quantize_checkpoint(
     )
     checkpoint, out = opened(src), Path(dst)
     in_order = _in_order(sequential, method, statistics)
+    items = list[Item]()
     if statistics is None and (calibrate or method == "gptq"):
-        check_export(CALL, checkpoint, out, settings)
+        items = [item for _, item in check_export(CALL, checkpoint, out, settings)]
     assert settings.quantization is not None
-    how = (settings.quantization, requantize) if in_order else None
+    how = (settings.quantization, requantize, items) if in_order else None
     with _statistics(checkpoint, out, statistics, calibrate, method, progress is True, device, how) as known:
-        return export(CALL, checkpoint, out, _with_statistics(settings, known), progress)
+        return export(CALL, checkpoint, out, _with_statistics(settings, *known), progress)
 
 
 def quantize_to_bits(
@@ -149,7 +151,8 @@ def quantize_to_bits(
 
     # Whatever the writer refuses is refused before hours of measurements.
     tried = _trials(checkpoint, candidates) if plan is None else [plan]
-    wanted = set[str]().union(*(check_export(CALL, checkpoint, destination, settings_for(trial)) for trial in tried))
+    checked = (check_export(CALL, checkpoint, destination, settings_for(trial)) for trial in tried)
+    wanted = {name for found in checked for name, _ in found}
     if plan is not None:
         average = _average_bits(checkpoint, wanted, settings_for(plan), len(keep))
         if average > bits:
@@ -158,13 +161,13 @@ def quantize_to_bits(
             )
     in_order, kept = _in_order(sequential, method, statistics), None
     with contextlib.ExitStack() as stack:
-        known = None
+        known, finished = None, None
         if not in_order:
-            known = stack.enter_context(
+            known, _ = stack.enter_context(
                 _statistics(checkpoint, destination, statistics, calibrate, method, True, device)
             )
         elif plan is None:  # which needs mean squares only
-            known = stack.enter_context(
+            known, _ = stack.enter_context(
                 calibrated(checkpoint, destination, calibrate, False, True, device, suffix="squares")
             )
         if plan is None:
@@ -182,11 +185,12 @@ def quantize_to_bits(
         settings = settings_for(plan)
         if in_order:
             assert settings.quantization is not None
-            how = (settings.quantization, requantize)
-            known = stack.enter_context(
+            items = [item for _, item in check_export(CALL, checkpoint, destination, settings)]
+            how = (settings.quantization, requantize, items)
+            known, finished = stack.enter_context(
                 _statistics(checkpoint, destination, None, calibrate, method, True, device, how)
             )
-        report = export(CALL, checkpoint, destination, _with_statistics(settings, known), progress)
+        report = export(CALL, checkpoint, destination, _with_statistics(settings, known, finished), progress)
     if kept is not None:
         kept.unlink(missing_ok=True)
     return report
@@ -302,18 +306,20 @@ def _statistics(
     method: str,
     progress: bool,
     device: str,
-    sequential: tuple[Quantization, bool] | None = None,
-) -> Iterator[Statistics | None]:
-    """Those of a file, those of a text, or none."""
+    sequential: tuple[Quantization, bool, Sequence[Item]] | None = None,
+) -> Iterator[tuple[Statistics | None, Checkpoint | None]]:
+    """Those of a file, those of a text with what is quantized with them, or none."""
     if statistics is not None:
-        yield statistics if isinstance(statistics, Statistics) else Statistics.load(statistics)
+        yield statistics if isinstance(statistics, Statistics) else Statistics.load(statistics), None
     elif calibrate or method == "gptq":
         with calibrated(checkpoint, out, calibrate, method == "gptq", progress, device, sequential) as computed:
             yield computed
     else:
-        yield None
+        yield None, None
 
 
-def _with_statistics(settings: OutputSettings, statistics: Statistics | None) -> OutputSettings:
+def _with_statistics(
+    settings: OutputSettings, statistics: Statistics | None, finished: Checkpoint | None
+) -> OutputSettings:
     assert settings.quantization is not None
-    return replace(settings, quantization=replace(settings.quantization, statistics=statistics))
+    return replace(settings, quantization=replace(settings.quantization, statistics=statistics, finished=finished))

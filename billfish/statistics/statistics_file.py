@@ -5,6 +5,8 @@ NAME.squares   F64 [K], or [E, K] for E experts: sums of x^2
 NAME.counts    I64 [], or [E]: how many x
 NAME.outer     F32 [K, K], or [E, K, K]: sums of x x^T, of inputs that have them (--hessian)
 NAME.cross     F32 [K, K]: sums of x y^T, of inputs of a model that is quantized layer by layer; see InputStatistics
+For each matrix that is quantized as it is calibrated, under its name: the arrays of its format, of a stack with an axis
+for its experts. Its inputs have neither X^T X nor X^T Y then.
 The header's metadata has `matrices`, JSON: for each matrix its shape and the name that its input is under; `digest`, of
 these names and shapes; `architecture`, `window`, `texts` and `run`.
 """
@@ -22,7 +24,7 @@ import numpy as np
 
 from billfish.checkpoints.gguf_header import ALIGNMENT
 from billfish.checkpoints.safetensors_files import MappedFile, Stored, open_safetensors
-from billfish.checkpoints.write.target import OutputFile, Piece, Spec, safetensors_header
+from billfish.checkpoints.write.target import Item, OutputFile, Piece, Spec, safetensors_header, storage_specs
 from billfish.core.errors import CheckpointError, DataError, failure
 from billfish.core.files import parse_json, path_of, replacing
 from billfish.core.storage import Array
@@ -49,11 +51,12 @@ class Inputs(NamedTuple):
 
 
 class StatisticsPart(NamedTuple):
-    """Statistics that are made together."""
+    """Statistics that are made together, and matrices that are quantized with them: `make` comes first."""
 
     label: str
     inputs: tuple[Inputs, ...]
     make: Callable[[], Sequence[InputStatistics]]
+    quantized: tuple[Item, ...] = ()
 
 
 class About(NamedTuple):
@@ -86,27 +89,35 @@ def output_file(name: str, parts: Sequence[StatisticsPart], about: About) -> Out
         "texts": json.dumps(about.texts),
         "run": about.run,
     }
-    header = safetensors_header(_specs(every), metadata)
+    header = safetensors_header({name: spec for part in parts for name, spec in _specs(part).items()}, metadata)
     return OutputFile(name, header, tuple(map(_piece, parts)))
 
 
-def _specs(inputs: Iterable[Inputs]) -> dict[str, Spec]:
+def _specs(made: StatisticsPart) -> dict[str, Spec]:
     specs: dict[str, Spec] = {}
-    for names, shape, outer, cross in inputs:
+    for names, shape, outer, cross in made.inputs:
         square = (*shape, shape[-1])
         shapes = {"squares": shape, "counts": shape[:-1], "outer": square, "cross": square}
         absent = {part for part, there in (("outer", outer), ("cross", cross)) if not there}
         specs |= {f"{names[0]}.{p}": (t, shapes[p]) for p, t in PARTS.items() if p not in absent}
+    for item in made.quantized:
+        specs |= {f"{item.name}.{name}": spec for name, spec in storage_specs(item).items()}
     return specs
 
 
 def _piece(part: StatisticsPart) -> Piece:
     def make() -> list[Array]:
-        arrays = [array for known in part.make() for array in (known.squares, known.counts, known.outer, known.cross)]
-        return [array for array in arrays if array is not None]
+        sums = [array for known in part.make() for array in (known.squares, known.counts, known.outer, known.cross)]
+        return [array for array in sums if array is not None] + [a for i in part.quantized for a in _storage(i)]
 
-    sizes = tuple(int(np.prod(shape)) * dtype.itemsize for dtype, shape in _specs(part.inputs).values())
+    sizes = tuple(int(np.prod(shape)) * dtype.itemsize for dtype, shape in _specs(part).values())
     return Piece(part.label, sizes, make)
+
+
+def _storage(item: Item) -> list[Array]:
+    tensor = item.load()
+    assert not isinstance(tensor, np.ndarray)
+    return [tensor.storage[name].astype(dtype, copy=False) for name, (dtype, _) in storage_specs(item).items()]
 
 
 def _gguf_specs(inputs: Iterable[Inputs]) -> dict[str, tuple[int, ...]]:

@@ -10,9 +10,11 @@ from pathlib import Path
 import checkpoint_folders as folders
 import checkpoint_samples as samples
 import gguf
+import llm_architectures
 import numpy as np
 import pytest
 import torch
+from cases import first
 from common import facts
 from gguf import TokenType
 from llm_models import Small
@@ -24,8 +26,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import billfish as bf
-from billfish.checkpoints.names.gguf_names import by_gguf_names
+from billfish.checkpoints.names.gguf_names import by_gguf_names, gguf_parts, of_gguf_parts
 from billfish.checkpoints.tokenizer.gguf_tokenizer import read_metadata
+from billfish.checkpoints.write.export import ARRANGED
 from billfish.checkpoints.write.tokenizer_files import tokenizer_files
 from billfish.cli.main import main
 from billfish.llm import default_model
@@ -353,3 +356,25 @@ def write_gptq(source: Path, folder: Path) -> None:
         arrays[f"{module}.qzeros"] = np.full((groups, w.shape[0] // 8), 0x77777777, np.int32)
         arrays[f"{module}.scales"] = np.ascontiguousarray(planes["scale"].T)
     save_file(arrays, folder / "model.safetensors")
+
+
+FUSED = ("llama3", "gpt-oss", "granitehybrid-moe", "qwen3next", "qwen35moe", "mixtral")
+
+
+@pytest.mark.parametrize("name", first(6, [*FUSED, *(each for each in llm_architectures.MODELS if each not in FUSED)]))
+def test_tensors_of_folders_are_made_of_those_of_gguf(tmp_path, name):
+    """Quantized ones, to the bit, under the names of every layout, whatever it has as one and in whichever order."""
+    llm_architectures.write_model(tmp_path / "in", name)
+    for out in ("out", "out.gguf"):
+        bf.quantize_checkpoint(tmp_path / "in", tmp_path / out, "q8_0", method="rtn", progress=False)
+    parts = bf.load(tmp_path / "out.gguf")
+    for arranged in ARRANGED.values():
+        folder = arranged(bf.load(tmp_path / "out"))
+        names = [own for own in folder if folder.describe(own).format]
+        assert names
+        for own in names:
+            shape = folder.describe(own).shape
+            known = {part: parts.entry(part) for part in gguf_parts(own, shape, parts.metadata)}
+            made = of_gguf_parts(own, shape, known, parts.metadata)
+            assert made.description.shape == shape
+            assert made.read().storage["blocks"].tobytes() == folder[own].storage["blocks"].tobytes(), own

@@ -18,10 +18,11 @@ from llm_models import write_model as write_small
 import billfish as bf
 from billfish.backends.cuda import driver
 from billfish.backends.cuda.device_weights import DeviceWeights
+from billfish.backends.cuda.input_sums import DeviceSums
 from billfish.checkpoints.write.selection import Quantization
 from billfish.cli.main import main
 from billfish.llm import load
-from billfish.llm.cuda_layers import LayerSteps
+from billfish.llm.cuda_layers import CudaSums, LayerSteps
 from billfish.quantizing import calibrate_checkpoint, quantize_checkpoint
 from billfish.quantizing.calibrate_checkpoint import Calibration
 from billfish.statistics import Statistics
@@ -254,6 +255,30 @@ def test_an_interrupted_sequential_run_goes_on_to_the_same_bytes(gpu, tmp_path, 
     bf.quantize_checkpoint(model, cut, "q4_0", **settings)
     assert whole.read_bytes() == cut.read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"model.gguf", "whole.gguf", "cut.gguf", "text.txt"}
+
+
+def test_gptq_on_the_gpu_leaves_its_sums_there(gpu, tmp_path, text, monkeypatch):
+    """Where it runs beside the sums, and the output takes what it has quantized: to the same bytes."""
+    if gpu is None:
+        pytest.skip("GPTQ runs on a real GPU in other tests")
+    write_small(tmp_path / "model.gguf", Small(layers=2, quantization="F32"))
+    gptq, fetched, outer = [], [], DeviceSums.outer
+
+    def here(self) -> dict:  # as there is no torch for the fake GPU
+        known = self.finish("", products=True)
+        gptq.append(self._sums.k)
+        return {"hessian": known.hessian(""), "cross": known.mean_cross("")}
+
+    monkeypatch.setattr(CudaSums, "for_gptq", here)
+    monkeypatch.setattr(DeviceSums, "outer", lambda self, stream: fetched.append(self.k) or outer(self, stream))
+    for place in ("cpu", "cuda:0"):
+        monkeypatch.setattr(quantize_checkpoint, "_gptq_place", lambda _, place=place: place)
+        how = {"method": "gptq", "calibrate": text, "device": "cuda", "progress": False}
+        bf.quantize_checkpoint(tmp_path / "model.gguf", tmp_path / f"{place[:3]}.gguf", "q4_0", **how)
+    assert (tmp_path / "cpu.gguf").read_bytes() == (tmp_path / "cud.gguf").read_bytes()
+    head = 2  # whose sums the file has
+    assert len(gptq) == 8
+    assert len(fetched) == 8 + len(gptq) + head
 
 
 def test_nothing_of_the_model_stays_on_the_gpu(gpu, tmp_path, text):

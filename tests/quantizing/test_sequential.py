@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import first
 from common import assert_same_planes, gaussian
 from killed_runs import ended
+from llm_architectures import write_model as write_architecture
 from llm_models import Small, write_model
 
 import billfish as bf
+from billfish.checkpoints.write import plan, resumable_writer
 from billfish.checkpoints.write.selection import Quantization
 from billfish.cli.main import main
 from billfish.core import gptq_solver
 from billfish.llm.cpu import CpuDecoder
-from billfish.quantizing import calibrate_checkpoint
-from billfish.quantizing.calibrate_checkpoint import TOKENS, Calibration
+from billfish.quantizing import calibrate_checkpoint, quantize_checkpoint
+from billfish.quantizing.calibrate_checkpoint import Calibration
 from billfish.statistics import Statistics
 
 TEXT = "ab abba, what is this? A few words of a text; 12 numbers and more. " * 6
@@ -83,8 +88,6 @@ def test_wrong_cross_products():
 
 
 def statistics_of(model: Path, formats: str = "q4_0", only: tuple[str, ...] = ()) -> Statistics:
-    import re
-
     calibration = Calibration.of(model, model.parent / "text.txt", True, 200, 40)
     how = Quantization(bf.get_format(formats), None, "gptq", only=tuple(map(re.compile, only)))
     sequential = calibration.sequential(how, False)
@@ -143,8 +146,22 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(model, monkeypatch):
         for left[0] in (2, 9, 20, 33, 47):
             with pytest.raises(KeyboardInterrupt):
                 bf.quantize_checkpoint(model, cut, "q4_0", **settings)
+    write_piece, pieces = resumable_writer._write_piece, [9]
+
+    def stopping_at_a_tensor(file, output, piece):
+        pieces[0] -= output.name == "cut.gguf"
+        if not pieces[0]:
+            raise KeyboardInterrupt
+        return write_piece(file, output, piece)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(resumable_writer, "_write_piece", stopping_at_a_tensor)
+        with pytest.raises(KeyboardInterrupt):
+            bf.quantize_checkpoint(model, cut, "q4_0", **settings)
+    monkeypatch.setattr(calibrate_checkpoint, "load", lambda *a, **k: pytest.fail("calibrated again"))
     bf.quantize_checkpoint(model, cut, "q4_0", **settings)
     assert cut.read_bytes() == whole.read_bytes()
+    monkeypatch.undo()
     assert {path.name for path in model.parent.iterdir()} == {"model.gguf", "text.txt", "whole.gguf", "cut.gguf"}
     bf.quantize_checkpoint(model, model.parent / "plain.gguf", "q4_0", **{**settings, "sequential": False})
     assert (model.parent / "plain.gguf").read_bytes() != whole.read_bytes()
@@ -174,7 +191,7 @@ def test_states_that_were_cleared_are_computed_again(model):
     assert sequential is not None
     room = model.parent / "room"
     with Progress(1, "layers", enabled=False) as bar:
-        known = Layers(sequential, room, bar, None).statistics(2)
+        known = Layers(sequential, room, bar).statistics(2)
     np.testing.assert_array_equal(known[0].outer, expected["blk.2.attn_q.weight"].outer)
     np.testing.assert_array_equal(known[0].cross, expected["blk.2.attn_q.weight"].cross)
 
@@ -214,17 +231,121 @@ def test_a_mix_gives_each_matrix_its_format(model, monkeypatch):
     assert len({*seen.values()}) > 1
 
 
+def planned(model: Path, out: Path, text: Path, format: str, **settings) -> Calibration:
+    """What GPTQ in order would compute for an output."""
+    sequential, found = Calibration.sequential, []
+
+    def noted(*arguments):
+        found.append(sequential(*arguments))
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Calibration, "sequential", noted)
+        with pytest.raises(KeyboardInterrupt):
+            bf.quantize_checkpoint(model, out, format, calibrate=text, **settings)
+    return found[0]
+
+
 def test_a_full_disk_is_seen_beforehand(model, monkeypatch):
     text = model.parent / "text.txt"
-    settings = {"method": "gptq", "calibrate": text, "progress": False}
-    in_order = Calibration.of(model, text, True, TOKENS, None).sequential(
-        Quantization(bf.get_format("q4_0"), None, "gptq"), False
-    )
-    assert in_order is not None
+    settings = {"method": "gptq", "progress": False}
+    in_order = planned(model, model.parent / "out.gguf", text, "q4_0", **settings)
     little = shutil.disk_usage(model.parent)._replace(free=in_order.disk_bytes - 1)
     monkeypatch.setattr(calibrate_checkpoint.shutil, "disk_usage", lambda _: little)
     before = {*model.parent.iterdir()}
-    with pytest.raises(bf.DataError, match="--no-sequential"):
-        bf.quantize_checkpoint(model, model.parent / "out.gguf", "q4_0", **settings)
+    with pytest.raises(bf.DataError, match=r"GPTQ in order needs .* GB .*; .* GB are free.* Free some space"):
+        bf.quantize_checkpoint(model, model.parent / "out.gguf", "q4_0", calibrate=text, **settings)
     assert {*model.parent.iterdir()} == before
-    bf.quantize_checkpoint(model, model.parent / "out.gguf", "q4_0", sequential=False, **settings)
+
+
+def test_the_disk_space_is_what_is_written(model, monkeypatch):
+    """Quantized matrices and mean squares, X^T X of the head's input, and beside the file what a layer needs."""
+    text, out = model.parent / "text.txt", model.parent / "out.gguf"
+    file, run_layer = Path(f"{out}.partial-statistics.safetensors"), CpuDecoder.run_layer
+    settings = {"method": "gptq", "progress": False}
+    expected, found = planned(model, out, text, "q4_0", **settings).disk_bytes, [0]
+
+    def bytes_of(paths) -> int:
+        return sum(path.stat().st_size for path in paths)
+
+    def layer(*arguments):
+        run_layer(*arguments)
+        found[0] = max(found[0], bytes_of(file.with_name(f"{file.name}.partial").glob("states/*")))
+
+    def exported(*arguments):
+        assert [name for name, known in Statistics.load(file).items() if known.outer is not None] == ["output.weight"]
+        found[0] += bytes_of([file])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CpuDecoder, "run_layer", layer)
+    monkeypatch.setattr(quantize_checkpoint, "export", exported)
+    with pytest.raises(KeyboardInterrupt):
+        bf.quantize_checkpoint(model, out, "q4_0", calibrate=text, **settings)
+    assert abs(expected - found[0]) < 0.1 * found[0]
+
+
+@pytest.mark.parametrize(
+    ("folder", "target"), first(2, [(True, "mlx"), (False, "billfish"), (True, "gguf"), (False, "gguf")])
+)
+def test_a_matrix_is_quantized_once(tmp_path, monkeypatch, folder, target):
+    """Names and orders of rows are other ones in folders. The LM head comes after all layers."""
+    source = tmp_path / "model.gguf"
+    write_model(source, Small(layers=1, quantization="F32"))
+    if folder:
+        bf.convert(source, tmp_path / "folder", "plain", progress=False)
+        source = tmp_path / "folder"
+    format, q8_0 = ("affine4:32", "affine8:32") if target == "mlx" else ("q4_0", "q8_0")
+    keep = {r"^(output|lm_head)\.": q8_0, r"attn_v|v_proj": q8_0}
+    anew = quantized_after_the_text(source, format, monkeypatch, to=target, keep=keep)
+    assert anew == ["output.weight" if target == "gguf" else "lm_head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "format", "keep", "anew"),
+    first(
+        3,
+        [  # gate and up with one scale for all; columns that GGUF has in another order; a stack of one format
+            ("granitehybrid", ["full_attention"], "nvfp4", {}, r"shared_mlp\.input_linear"),
+            ("qwen35", ["linear_attention"], "q4_0", {}, r"linear_attn\.out_proj"),
+            ("mixtral", ["full_attention"], "q4_0", {r"experts\.3\.w1": "q8_0"}, "w1"),
+            ("granitehybrid-moe", [], "q4_0", {}, "nothing"),
+            ("gpt-oss", [], "q4_0", {}, "nothing"),
+            ("qwen3next", [], "q4_0", {}, "nothing"),
+        ],
+    ),
+)
+def test_what_cannot_be_taken_is_quantized_from_its_sums(tmp_path, monkeypatch, name, layers, format, keep, anew):
+    more = {"layer_types": layers, "num_hidden_layers": len(layers)} if layers else {}
+    write_architecture(tmp_path / "model", name, **more)
+    found = quantized_after_the_text(tmp_path / "model", format, monkeypatch, to="billfish", keep=keep)
+    out = bf.load(tmp_path / "out")
+    names = [own for own in out if out.describe(own).format is not None]
+    assert {*found} == {own for own in names if re.search(anew, own)}
+    assert len({*found}) < len(names) / 2
+
+
+def quantized_after_the_text(source: Path, format: str, monkeypatch, **how) -> list[str]:
+    """The tensors that GPTQ in order quantizes when the text has run. All are those that X^T X and X^T Y of the same
+    run give."""
+    text = source.parent / "text.txt"
+    text.write_text(TEXT[:66])
+    suffix, how = ".gguf" if how["to"] == "gguf" else "", how | {"method": "gptq", "progress": False}
+    out, truth, known = (text.with_name(name) for name in (f"out{suffix}", f"truth{suffix}", "known.safetensors"))
+    replace(planned(source, out, text, format, **how), finished={}, summed=None).write(known, False)
+    bf.quantize_checkpoint(source, truth, format, **how, statistics=known)
+    again, anew = plan.quantize_matrix, []
+
+    def noted(call, name, w, *arguments, **known):
+        anew.extend([name] * (len(w) > 1))  # a row shows which arrays there will be
+        return again(call, name, w, *arguments, **known)
+
+    monkeypatch.setattr(plan, "quantize_matrix", noted)
+    bf.quantize_checkpoint(source, out, format, **how, calibrate=text)
+    assert contents(out) == contents(truth)
+    return anew
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Of a file, or of the files of a folder."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return {file.name if path.is_dir() else "": file.read_bytes() for file in files}

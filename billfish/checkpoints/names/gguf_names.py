@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from billfish.checkpoints.checkpoint import Checkpoint
-from billfish.checkpoints.derived import Below, Computed, Renamed, Widened
+from billfish.checkpoints.derived import Below, Computed, Joined, OneExpert, Renamed, Widened
 from billfish.checkpoints.entry import Entry
 from billfish.checkpoints.layouts.gguf import Metadata
-from billfish.checkpoints.names.expert_stacks import by_stacks
+from billfish.checkpoints.names.expert_stacks import by_stacks, stacks_in
 from billfish.checkpoints.names.sentence_modules import RANK, sentence_fields, sentence_settings
 from billfish.checkpoints.safetensors_files import CALL
 from billfish.core.errors import CheckpointError, failure
@@ -142,6 +142,36 @@ def column_orders(checkpoint: Checkpoint) -> dict[str, Order]:
     return orders
 
 
+def gguf_parts(name: str, shape: Sequence[int], fields: Mapping[str, Any]) -> list[str]:
+    """The tensors of GGUF that hold what a tensor holds, under GGUF's name or a folder's. [] for one that GGUF has no
+    name for. A matrix of an expert is in the stack of all experts.
+
+    fields: of the model, as GGUF has them. An architecture that we do not know is an error."""
+    if is_gguf_name(name):
+        return [name]
+    architecture = _known(fields)
+    known = [gguf_name(each, architecture.gguf) for each in _stacks_in(name, shape)[0] or (name,)]
+    if None in known:
+        return []
+    own = [_own_name(architecture, each, fields) for each in known if each]
+    return [part for each in own for part in _together(architecture, each)]
+
+
+def of_gguf_parts(name: str, shape: Sequence[int], parts: Mapping[str, Entry], fields: Mapping[str, Any]) -> Entry:
+    """A tensor [*shape] under GGUF's name or a folder's, made of those that :func:`gguf_parts` tells."""
+    (first, *others), architecture = parts.values(), _known(fields)
+    stacks, expert = _stacks_in(name, shape)
+    if [*parts] == [name]:
+        return first
+    if expert is not None:
+        return OneExpert(first, name, expert)
+    if len(stacks) > 1:
+        return Joined(name, first, others[0], in_turn=architecture.expert_files == "gpt_oss")
+    if len(parts) > 1:
+        return _joined([first, *others], [*parts], name, architecture, fields)
+    return _translated(first, next(iter(parts)), name, architecture, fields, to_gguf=False)
+
+
 def fields_of(architecture: Architecture, config: Mapping[str, Any], path: Path) -> dict[str, Field]:
     """GGUF's fields for a config.json that is completed: all that a decoder must know."""
     name = Path(str(config.get("_name_or_path") or path)).name
@@ -250,6 +280,18 @@ def _top(architecture: str) -> dict[str, str]:
 def _one_spelling(module: str) -> str:
     """A module's name as transformers 5 has it in memory; its files keep older ones."""
     return module.replace("block_sparse_moe.", "mlp.").replace("router.layer", "router")
+
+
+def _known(fields: Mapping[str, Any]) -> Architecture:
+    architecture = of_gguf(fields)
+    assert architecture is not None
+    return architecture
+
+
+def _stacks_in(name: str, shape: Sequence[int]) -> tuple[tuple[str, ...], int | None]:
+    """As `stacks_in`, but ((), None) for a matrix that is only called as stacks are: Granite's shared expert."""
+    stacks, expert = stacks_in(name)
+    return (stacks, expert) if expert is not None or len(shape) > 2 else ((), None)
 
 
 def _translated(

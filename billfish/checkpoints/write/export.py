@@ -120,16 +120,17 @@ def export(
     return _report(checkpoint, path, planned, target, output)
 
 
-def check_export(call: str, checkpoint: Checkpoint, path: Path, settings: OutputSettings) -> set[str]:
+def check_export(call: str, checkpoint: Checkpoint, path: Path, settings: OutputSettings) -> list[tuple[str, Item]]:
     """Raises what `export` would raise before it writes. Whoever computes for long beforehand asks here first.
 
-    Returns the names, in the source, of the tensors that would be quantized.
+    Returns the tensors that would be quantized, each with its name in the source.
     """
     _check_path(call, checkpoint, path, settings)
     check_free(call, path, path.suffix not in FILES, settings.overwrite)
     arranged, planned = _planned(call, checkpoint, settings)
     refuse(call, planned, settings)
-    return {arranged.origins.get(name, name) for name in planned.quantized}
+    items = [item for item in planned.items if item.name in planned.quantized]
+    return [(arranged.origins.get(item.name, item.name), item) for item in items]
 
 
 def _planned(call: str, checkpoint: Checkpoint, settings: OutputSettings) -> tuple[Checkpoint, Plan]:

@@ -268,20 +268,39 @@ def _quantized(
     row = target.adapt(quantize_matrix(call, name, np.ones((1, k), np.float32), format, group, "rtn", options))
     target.check(format, group, row.scale_planes, shape, False)  # scales and offsets such as the weights will have
 
-    if quantization is not None and quantization.statistics is not None:
+    finished = quantization.finished if quantization is not None else None
+    if finished is not None and not _is_finished(finished, name, format, shape, group):
+        finished = None
+    if finished is None and quantization is not None and quantization.statistics is not None:
         quantization.statistics.check_matrix(call, name, shape, quantization.method)
 
-    def matrix(weights: Array, expert: int | None = None) -> QuantizedTensor:
+    def matrix(expert: int | None = None) -> QuantizedTensor:
+        if finished is not None:
+            return target.adapt(_finished_matrix(finished, name, expert))
         method, known = quantization.settings(name, shape, expert) if quantization else ("mse", {})
+        weights = _weights(checkpoint, name, expert)
         return target.adapt(quantize_matrix(call, name, weights, format, group, method, options, **known))
 
     def load() -> Tensor:
-        if len(shape) == 2:
-            return matrix(_weights(checkpoint, name))
-        return stack_of(shape[0], ((name, matrix(_weights(checkpoint, name, e), e)) for e in range(shape[0])))
+        if finished is not None:
+            finished.release()  # what the items before have read
+        return matrix() if len(shape) == 2 else stack_of(shape[0], ((name, matrix(e)) for e in range(shape[0])))
 
     types = {part: spec.dtype for part, spec in specs.items()}
-    return Item(name, format, shape, group, types, False, load, lambda: None, quantizes=True)
+    return Item(name, format, shape, group, types, False, load, lambda: None, quantizes=finished is None)
+
+
+def _is_finished(finished: Checkpoint, name: str, format: Format, shape: tuple[int, ...], group_size: int) -> bool:
+    """Whether a tensor is there, quantized just so."""
+    about = finished.describe(name) if name in finished else None
+    return about is not None and (about.format, about.shape, about.group_size) == (format, shape, group_size)
+
+
+def _finished_matrix(finished: Checkpoint, name: str, expert: int | None) -> QuantizedTensor:
+    """A matrix that is quantized already, or one of a stack."""
+    tensor = finished.read(name, experts=None if expert is None else (expert, expert + 1))
+    assert not isinstance(tensor, np.ndarray)
+    return tensor if isinstance(tensor, QuantizedTensor) else tensor[0]
 
 
 def _matrices(checkpoint: Checkpoint, name: str) -> list[QuantizedTensor]:

@@ -63,6 +63,7 @@ class Quantization:
     planned: tuple[Rule, ...] = ()  # further rules, for what `only` finds
     columns: Mapping[str, Order] = field(default_factory=dict, compare=False)  # of the checkpoint; see `column_orders`
     gptq_device: str = "cpu"  # where "gptq" runs: torch's name of a device
+    finished: Checkpoint | None = field(default=None, compare=False)  # of the output, what is quantized already
 
     def choice(self, name: str, origin: str, shape: tuple[int, ...]) -> tuple[Format, int | None] | None:
         """The format of a tensor; None to leave it as it is. Patterns are for its name, or the one it had."""
