@@ -224,7 +224,7 @@ def steps_of_8b(device: str, rounds: int) -> dict[str, Any]:
 
 
 def replayed(model: Model, steps: Mapping[str, Any], activations: Activations | None) -> dict[str, dict[str, float]]:
-    """Of each workload, the gain that `replay` finds for the model's own answer: of a process's first one, and of later
+    """Of each workload, the gain that `replay` finds for the model's own answer: of the model's first one, and of later
     ones beside plain answers of either kind of steps."""
     seconds = {int(rows): each for rows, each in steps["batch_invariant"]["device_seconds"].items()}
     texts = {

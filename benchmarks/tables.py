@@ -159,7 +159,7 @@ def drafting_steps(results: Results) -> str:
     replayed = results["8b"]["replayed"]
     gains = [["n-gram drafts, times plain decoding", *replayed["fastest"]]]
     said = {
-        "first answer": "a process's first answer; plain with the fastest steps",
+        "first answer": "the model's first answer; plain with the fastest steps",
         "fastest": "later answers; plain with the fastest steps",
         "batch_invariant": "later answers; plain with `batch_invariant` steps",
     }

@@ -98,9 +98,9 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         metavar="DRAFTER",
-        help="draft several tokens a step, for the same answer: ngram (look-up in the prompt and answer), mtp (the "
-        "model's own MTP block), the GGUF file or folder of a small model with the same vocabulary, or off "
-        "(default: off)",
+        help="draft several tokens a step, for the same answer (NVIDIA GPUs: docs/drafting.md): ngram (look-up in the "
+        "prompt and answer), mtp (the model's own MTP block), the GGUF file or folder of a small model with the same "
+        "vocabulary, or off (default: off)",
     )
     parser.add_argument(
         "--draft-length",

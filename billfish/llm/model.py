@@ -173,10 +173,10 @@ class Model(TextModel):
         chat_template_kwargs: further variables for the chat template, such as {"enable_thinking": False}.
         draft: "ngram" drafts tokens that followed the last ones before, in the prompt or the answer; a smaller
         :class:`Model` with the same vocabulary drafts with its own answer; "mtp" drafts by the MTP block of files that
-        have one (Qwen 3.5 to 3.8). The answer is the same, to the bit, and may come sooner; `drafts` of the answer
-        counts. The first "ngram" draft comes when a few tokens of an answer could have been looked up. On NVIDIA GPUs
-        all steps are batch-invariant from the first draft on; with `batch_invariant` they always are. docs/drafting.md
-        says which models cannot draft on which device. None: one token a step.
+        have one (Qwen 3.5 to 3.8). The answer is the same, to the bit (on NVIDIA GPUs with `batch_invariant`), and may
+        come sooner; `drafts` of the answer counts. Drafting by "ngram" begins when the look-up would have been right
+        for several tokens. On NVIDIA GPUs all steps are batch-invariant from the first draft on. docs/drafting.md says
+        which models cannot draft on which device. None: one token a step.
         draft_length: tokens of a draft, at most (1 to 7). None is 7, or 6 with exact activations on the CPU. As many
         are drafted as were measured to pay.
         activations: as in :func:`billfish.quantized_linear`. None is "q16" on the CPU and float16 on a GPU. On a Hopper

@@ -675,7 +675,7 @@ def _check_room(calibration: Calibration, path: Path) -> None:
         problem = (
             f"GPTQ in order needs {calibration.disk_bytes / 1e9:.1f} GB beside the output; {room / 1e9:.1f} GB are free"
         )
-        raise DataError(failure(CALL, problem, "Free some space, or choose another output."))
+        raise DataError(failure(CALL, problem, "Free some space, or write to another disk."))
 
 
 # ---- the text ----------------------------------------------------------------------------------------------------

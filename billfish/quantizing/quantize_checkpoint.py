@@ -77,8 +77,8 @@ def quantize_checkpoint(
     that text.
     sequential: whether "gptq" quantizes matrix after matrix, each with the inputs that the quantized ones before it
     give, to compensate their errors. None is True unless there are `statistics`. True needs disk space beside `dst` for
-    the quantized layers, False for X^T X; less is an error. Models whose layers share a KV cache, and encoders, are
-    calibrated as with False.
+    the quantized layers and hidden states, False for X^T X and those; too little is an error. Models whose layers share
+    a KV cache, and encoders, are calibrated as with False.
     device: where the model runs for `calibrate`: "cpu", "cuda", "cuda:N", "metal", or "auto", the first GPU or the CPU.
     "gptq" runs on a "cuda" that is named, if torch is there, else on the CPU.
 

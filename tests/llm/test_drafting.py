@@ -277,6 +277,7 @@ def test_nothing_is_drafted_before_it_is_seen_to_pay(model_of, monkeypatch):
     """A look-up is compared with the tokens that plain steps choose, whatever --draft-length is. `drafts` has none."""
     monkeypatch.setattr(StepSeconds, "note", lambda self, rows, seconds: None)
     model, begun = model_of("llama3", "q4_0"), []
+    monkeypatch.setattr(model.decoder, "drafting", False)  # other tests have the same model
     begin = model.decoder.begin_drafting
     monkeypatch.setattr(model.decoder, "begin_drafting", lambda: begun.append(True) or begin())
     free = {"temperature": 1.0, "seed": 5, "max_tokens": 60, "logit_bias": {1: -100.0}}

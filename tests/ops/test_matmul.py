@@ -112,7 +112,8 @@ def test_u4_has_both_kinds_of_zero_points(zero_point):
     packed, scales, zeros = bf.pack_u4_weights(w, zero_point=zero_point)
     assert zeros.dtype == (np.uint8 if zero_point == "integer" else np.float16)
     restored = bf.unpack_u4_weights(packed, scales, zeros)
-    assert np.abs(w - restored).max() <= np.abs(scales.astype(np.float32)).max() * 0.55
+    # The least squared error may cost the ends of a range a little more than half a step.
+    assert np.abs(w - restored).max() <= np.abs(scales.astype(np.float32)).max() * 0.75
 
 
 # ---- other libraries' arrays --------------------------------------------------------------------------------------

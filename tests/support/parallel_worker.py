@@ -110,7 +110,7 @@ def within_contract(y: torch.Tensor, x: torch.Tensor, whole: MarlinLinear) -> No
     exact = x.double() @ plain.weight.double().T + plain.bias.double()
     dense = torch.nn.functional.linear(x, plain.weight.to(x.dtype), plain.bias.to(x.dtype))
     # The dense product may be lucky: float32 sums of another order are off by about eps times the sum of magnitudes.
-    lucky = torch.finfo(torch.float32).eps * (x.double().abs() @ plain.weight.double().abs().T).max() / 4
+    lucky = torch.finfo(torch.float32).eps * (x.double().abs() @ plain.weight.double().abs().T).max() / 3
     allowed = 2 * max((dense.double() - exact).abs().max(), lucky)
     assert (y.double() - exact).abs().max() <= allowed, (float((y - exact).abs().max()), float(allowed))
     assert y.dtype == x.dtype

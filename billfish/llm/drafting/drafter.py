@@ -21,8 +21,8 @@ class Drafter(ABC):
 
     acceptance: of each kind of draft, how often its tokens are taken to be right until that was measured.
     most: tokens of a draft.
-    watched: whether answers are watched until the model's first draft. That takes a look-up at each token, so it is for
-    drafters that cost next to nothing.
+    watched: whether answers that are submitted before the model's first draft are watched. That takes a look-up at each
+    token, so it is for drafters that cost next to nothing.
     """
 
     acceptance: tuple[float, ...] = (0.8,)
@@ -106,7 +106,7 @@ class Controller:
 
     seconds: what steps take; several sequences of one batch share it.
     watching: whether nothing is drafted until `watch` finds that it would pay. From a model's first draft on, steps
-    without drafts may be slower, too (`Decoder.begin_drafting`), so that texts without repetitions should not cause it.
+    without drafts may be slower, too (`Decoder.begin_drafting`), so texts without repetitions should not trigger it.
     """
 
     FORGETTING = 0.1  # of an average, at each new number

@@ -44,7 +44,7 @@ def test_the_weights_are_the_solvers(name, crossed):
     hessian, cross = (x.T @ x).astype(np.float32), (x.T @ y).astype(np.float32) if crossed else None
     size = format.check_group_size("test", None, 512)
     ours, theirs = (format.decode(planes, size) for planes in both(format, w, size, hessian, cross))
-    assert (ours == theirs).mean() > 0.98  # a sum that rounds the other way moves those behind it, too
+    assert (ours == theirs).mean() > 0.95  # a sum that rounds the other way moves those behind it, too
 
     def error(v: np.ndarray) -> float:
         return float(np.square(y @ w.T - x @ v.T).sum() if crossed else np.square(x @ (w - v).T).sum())
