@@ -40,6 +40,7 @@ def pages() -> list[Path]:
     ]
 
 
+@pytest.mark.full
 def test_no_table_is_cut_on_a_laptop_and_no_page_is_wider_than_a_phone(driver):
     cut, wide = {}, []
     for path in pages():
