@@ -55,7 +55,7 @@ def cases(forms: list[str], formats: list[str], methods: list[str]) -> Iterator[
 
 
 def off_the_grid(weights: NDArray[np.float32], rng: np.random.Generator) -> NDArray[np.float64]:
-    """The weights with uniform noise of one step of q4_1 added."""
+    """The weights with uniform noise of up to half a step of q4_1 to either side."""
     groups = weights.reshape(-1, GRID)
     step = (groups.max(axis=1, keepdims=True) - groups.min(axis=1, keepdims=True)) / 15
     return (groups + step * rng.uniform(-0.5, 0.5, groups.shape)).reshape(weights.shape)

